@@ -1,0 +1,17 @@
+"""Lowtide keeps the activation memory of PyTorch training low, and proves that the gradients are still right.
+
+Importing this package does nothing else: no patches, no environment, no compilation. Everything that acts is a function
+that you call.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from lowtide import simdevice
+from lowtide._version import __version__
+from lowtide.errors import LowtideError
+
+__all__ = ["LowtideError", "__version__", "simdevice"]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,0 +1,31 @@
+"""The one exception tree: everything Lowtide raises on purpose is a `LowtideError`.
+
+A message names what was wrong, where, and what to do about it. Errors that have a natural built-in parent (a bad value,
+a failed import) inherit from it too, so that callers who never heard of Lowtide handle them as usual.
+"""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """Base class of all errors that Lowtide raises on purpose."""
+
+
+class InvalidValueError(LowtideError, ValueError):
+    """An argument or setting has a value that cannot be honoured."""
+
+
+class MissingDependencyError(LowtideError, ImportError):
+    """An optional package is needed for what was asked; the message names the extra to install."""
+
+
+class SimDeviceError(LowtideError, RuntimeError):
+    """The emulated device cannot be used here."""
+
+
+class SimBuildError(SimDeviceError):
+    """The emulated device could not be compiled: no compiler, no ninja, or the compiler failed."""
+
+
+class DeviceViolationError(LowtideError, RuntimeError):
+    """A program broke the rules of an asynchronous device (raised by the emulated one, on request)."""

@@ -1,0 +1,46 @@
+"""Makes the compiled device known to torch, once per process."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide.errors import DeviceViolationError, SimDeviceError
+from lowtide.simdevice import _build, _process_group
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_NAME = "sim"
+
+
+def register() -> ModuleType:
+    """Load the library, take torch's PrivateUse1 slot under the name `sim`, and install `torch.sim`."""
+    _check_slot_is_free()
+    library = _build.load()
+    from lowtide.simdevice import _torch_sim
+
+    torch.utils.rename_privateuse1_backend(_NAME)
+    torch._register_device_module(_NAME, _torch_sim)  # type: ignore[no-untyped-call]
+    sys.modules[f"torch.{_NAME}"] = _torch_sim
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    library.register_device(DeviceViolationError)
+    _process_group.register()
+    return library
+
+
+def _check_slot_is_free() -> None:
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", _NAME):
+        raise SimDeviceError(
+            f"torch has one slot for an out-of-tree device, and {taken!r} holds it in this process: "
+            "use the sim device in a process that does not load that backend"
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != _NAME:
+        raise SimDeviceError(
+            f"torch allows one accelerator per process and found {accelerator.type!r}: "
+            f"hide it to use the sim device (for CUDA: CUDA_VISIBLE_DEVICES='')"
+        )

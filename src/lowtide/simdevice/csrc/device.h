@@ -1,0 +1,77 @@
+// The emulated device: one object that owns clock, streams, memory and the violations found so far.
+//
+// One mutex guards it all. It is held for bookkeeping and for queued copies (plain memcpy), never while a kernel runs
+// and never while Python objects may be destroyed, so it cannot deadlock with the interpreter lock.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "clock.h"
+#include "host_watch.h"
+#include "memory.h"
+#include "race.h"
+#include "streams.h"
+
+namespace lowtide {
+
+struct Settings {
+  size_t memory = 0;     // bytes
+  double flops = 0;      // per second
+  double bandwidth = 0;  // device memory, bytes per second
+  double h2d = 0;        // link, bytes per second
+  double d2h = 0;
+  double launch = 0;  // host seconds per kernel or copy
+  bool raise = false;
+};
+
+struct Counters {
+  uint64_t kernels = 0;
+  uint64_t copies = 0;
+  uint64_t ooms = 0;
+  double flops = 0;
+  size_t h2d_bytes = 0;
+  size_t d2h_bytes = 0;
+};
+
+enum class Direction { h2d, d2h };
+
+struct Device {
+  std::recursive_mutex mutex;
+  Settings settings;
+  Counters counters;
+  Clock clock;
+  Streams streams{clock};
+  Memory memory{*this};
+  HostWatch watch;
+  std::vector<Violation> violations;
+
+  // Starts an operation on `stream`; raises a violation that could not be raised where it was found.
+  uint64_t begin(StreamId stream);
+
+  // Checks an access against what others do with the same bytes, and remembers it.
+  void access(const Access& access);
+
+  // Books time for a kernel or a copy. Both return when it ends.
+  double charge_kernel(StreamId stream, double flops, double bytes);
+  double charge_copy(StreamId stream, Direction direction, size_t bytes);
+
+  void host_wait(const Marker& marker);
+  void synchronize();
+
+  // `report` may throw (on_violation="raise"). `report_later` never does: it is for destructors and signal handlers.
+  void report(const Violation& violation);
+  void report_later(const Violation& violation);
+
+  void reset();
+
+ private:
+  bool raise_later_ = false;  // the last violation is still to be raised
+};
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+// Never destroyed: tensors may outlive static destruction.
+Device& device();
+
+}  // namespace lowtide

@@ -1,0 +1,61 @@
+"""Sizes as people write them: `"24GiB"` of memory, `"128k"` tokens.
+
+Every size that a user can pass goes through here, so all of Lowtide reads and prints them the same way. Memory takes
+binary (`KiB`, `MiB`, `GiB`, `TiB`) and decimal (`KB`, `MB`, `GB`, `TB`) units, which differ by up to 10 %. Tokens take
+`k` and `M`, and both are powers of two, because that is what "128k context" means: 131072.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lowtide.errors import InvalidValueError
+
+_BYTE_UNITS = {"": 1, "b": 1}
+_BYTE_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+_BYTE_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+
+_TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+
+_NUMBER_AND_UNIT = re.compile(r"\s*(?P<number>\d+(?:[_,]\d+)*(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from a number or from a string such as `"24GiB"`, `"500 MB"` or `"4096"`."""
+    return _parse(size, _BYTE_UNITS, what="memory size", example='"24GiB" or "500MB"')
+
+
+def parse_tokens(count: int | str) -> int:
+    """Tokens from a number or from a string such as `"128k"` (131072) or `"1M"` (1048576)."""
+    return _parse(count, _TOKEN_UNITS, what="token count", example='"128k" or 131072')
+
+
+def format_bytes(size: float) -> str:
+    """The shortest exact-looking form with a binary unit: `512 B`, `1.5 GiB`."""
+    sign, size = ("-", -size) if size < 0 else ("", size)
+    if size < 1024:
+        return f"{sign}{size:.0f} B"
+    unit = ""
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 1024:
+            break
+    digits = f"{size:.2f}".rstrip("0").rstrip(".") if size < 100 else f"{size:.0f}"
+    return f"{sign}{digits} {unit}"
+
+
+def _parse(value: int | str, units: dict[str, int], *, what: str, example: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise InvalidValueError(f"{what} must be a whole number or a string such as {example}, not {value!r}")
+    if isinstance(value, int):
+        amount: float = value
+    else:
+        match = _NUMBER_AND_UNIT.fullmatch(value)
+        if match is None or match["unit"].lower() not in units:
+            raise InvalidValueError(f"{value!r} is not a {what}: write it like {example}")
+        amount = float(re.sub("[_,]", "", match["number"])) * units[match["unit"].lower()]
+    if amount < 0:
+        raise InvalidValueError(f"{what} must not be negative, got {value!r}")
+    if amount != int(amount):
+        raise InvalidValueError(f"{value!r} is not a whole {what}: it comes to {amount}")
+    return int(amount)
