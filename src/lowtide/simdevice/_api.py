@@ -131,7 +131,7 @@ def is_enabled() -> bool:
 
 
 def stats() -> Stats:
-    """The device's figures now. Nothing is waited for, and no queued copy is run."""
+    """The device's figures now. The host waits for nothing."""
     return Stats(**_library().stats())
 
 

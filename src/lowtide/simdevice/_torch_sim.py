@@ -16,8 +16,12 @@ from lowtide.simdevice import _build
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+_initialized = True  # torch's checkpoint keeps a device's random state only if it finds this
+
 memory_allocated = accelerator.memory_allocated
-max_memory_allocated = accelerator.max_memory_allocated
+max__initialized = True  # torch's checkpoint keeps a device's random state only if it finds this
+
+memory_allocated = accelerator.max_memory_allocated
 memory_reserved = accelerator.memory_reserved
 max_memory_reserved = accelerator.max_memory_reserved
 memory_stats = accelerator.memory_stats
@@ -89,7 +93,7 @@ def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 def default_stream(device: Any = None) -> torch.Stream:
     _index(device)
-    return torch.Stream(stream_id=0, device_index=0, device_type=torch.device("sim").type)
+    return torch.Stream(stream_id=0, device_index=0, device_type=current_stream().device_type)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

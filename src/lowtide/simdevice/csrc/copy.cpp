@@ -20,7 +20,7 @@ bool on_device(const at::Tensor& tensor) { return tensor.device().type() == kSim
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
-         a.is_non_overlapping_and_dense();
+         a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg() && a.is_non_overlapping_and_dense();
 }
 
 at::Tensor copy_on_device(const at::Tensor& from, const at::Tensor& to) {

@@ -1,5 +1,6 @@
 // Operators that make, resize or re-view device tensors without computing anything.
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/resize_native.h>
@@ -44,6 +45,15 @@ Tensor empty_strided(IntArrayRef sizes, IntArrayRef strides, Maybe<at::ScalarTyp
   return at::detail::empty_strided_generic(sizes, strides, &device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
+// Autograd's zero gradients: a tensor without memory that every operator knows to be zero.
+Tensor efficient_zero_tensor(IntArrayRef sizes, Maybe<at::ScalarType> dtype, Maybe<at::Layout> layout,
+                             Maybe<at::Device> where, Maybe<bool> pin_memory) {
+  check_options(layout, where, pin_memory);
+  at::native::ZeroTensorAllocator allocator(kSimDevice);
+  return at::detail::empty_generic(sizes, &allocator, kKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor),
+                                   c10::dtype_or_default(dtype), std::nullopt);
+}
+
 // The rest is arithmetic on sizes and strides: torch's own functions do it for any device.
 Tensor as_strided(const Tensor& self, SymIntArrayRef sizes, SymIntArrayRef strides, Maybe<SymInt> offset) {
   return at::cpu::as_strided_symint(self, sizes, strides, std::move(offset));
@@ -76,6 +86,7 @@ void record_stream(Tensor& self, c10::Stream stream) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zero_tensor);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
@@ -88,5 +99,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
 }
+
+// copy_from resolves conjugate and negative views itself: torch's fallback would resolve them with a copy, forever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace lowtide

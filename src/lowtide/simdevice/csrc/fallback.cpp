@@ -4,6 +4,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <string_view>
+#include <unordered_set>
+
 #include "allocators.h"
 #include "flops.h"
 #include "generator.h"
@@ -22,8 +25,10 @@ bool takes_generator(const c10::Argument& argument) {
 
 // Operators that accept CPU tensors beside accelerator tensors on CUDA as well: indices, and scalars of foreach.
 bool mixes_devices(std::string_view op) {
-  return op.starts_with("aten::index") || op.starts_with("aten::_index") || op.starts_with("aten::_unsafe_index") ||
-         op.starts_with("aten::_foreach");
+  static const std::unordered_set<std::string_view> indexing{"aten::index",      "aten::index_put",
+                                                             "aten::index_put_", "aten::_index_put_impl_",
+                                                             "aten::_unsafe_index", "aten::_unsafe_index_put"};
+  return indexing.count(op) || op.starts_with("aten::_foreach");
 }
 
 // Turns the arguments of one call into what the CPU kernel wants, and its results back.

@@ -14,7 +14,10 @@ at::Tensor tensor_over(const c10::Storage& storage, c10::DispatchKey key, const 
   auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
   impl->set_storage_offset(like.storage_offset());
   impl->set_sizes_and_strides(like.sizes(), like.strides());
-  return at::Tensor(std::move(impl));
+  at::Tensor tensor(std::move(impl));
+  tensor._set_conj(like.is_conj());
+  tensor._set_neg(like.is_neg());
+  return tensor;
 }
 
 // Resizable, so that `out=` kernels may grow it: follow_resize then moves the device tensor along.

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from lowtide import simdevice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def sim() -> Iterator[str]:
+    """The emulated device in its default state. A test that breaks a rule must say so with `expect_violation`."""
+    default = simdevice.Settings()
+    simdevice.enable(
+        memory=default.memory,
+        flops=default.flops,
+        bandwidth=default.bandwidth,
+        h2d=default.h2d,
+        d2h=default.d2h,
+        launch=default.launch,
+        on_violation=default.on_violation,
+    )
+    simdevice.reset()
+    torch.manual_seed(0)
+    yield "sim"
+    left = simdevice.violations()
+    simdevice.reset()
+    assert not left, "\n".join(map(str, left))
+
+
+def expect_violation(kind: str) -> simdevice.Violation:
+    """The first violation, which must be of this kind; clears the record."""
+    torch.accelerator.synchronize()
+    found = simdevice.violations()
+    simdevice.reset()
+    assert found, f"no violation reported, expected a {kind}"
+    assert found[0].kind == kind, str(found[0])
+    return found[0]
