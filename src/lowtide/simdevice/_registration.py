@@ -27,7 +27,7 @@ def register() -> ModuleType:
     sys.modules[f"torch.{_NAME}"] = _torch_sim
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     library.register_device(DeviceViolationError)
-    _process_group.register()
+    _process_group.register(library)
     return library
 
 

@@ -8,6 +8,7 @@
 #include "device.h"
 #include "generator.h"
 #include "hooks.h"
+#include "process_group.h"
 #include "violation_error.h"
 
 namespace py = pybind11;
@@ -86,5 +87,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("stats", &stats);
   m.def("violations", &violations);
   m.def("reset", &reset);
+  m.def("stage_through_host", &stage_through_host);
   m.def("default_generator", [] { return default_generator(); });
 }
