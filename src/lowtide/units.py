@@ -15,6 +15,9 @@ _BYTE_UNITS = {"": 1, "b": 1}
 _BYTE_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
 _BYTE_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 
+_STEP = 1024
+_PRINTED_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
 _TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
 _NUMBER_AND_UNIT = re.compile(r"\s*(?P<number>\d+(?:[_,]\d+)*(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)\s*")
@@ -31,17 +34,15 @@ def parse_tokens(count: int | str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """The shortest exact-looking form with a binary unit: `512 B`, `1.5 GiB`."""
-    sign, size = ("-", -size) if size < 0 else ("", size)
-    if size < 1024:
-        return f"{sign}{size:.0f} B"
-    unit = ""
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1024:
-            break
-    digits = f"{size:.2f}".rstrip("0").rstrip(".") if size < 100 else f"{size:.0f}"
-    return f"{sign}{digits} {unit}"
+    """A size with a binary unit and three digits or so: `512 B`, `1.5 GiB`, `640 MiB`."""
+    amount, power = abs(size), 0
+    while amount >= _STEP and power + 1 < len(_PRINTED_UNITS):
+        amount, power = amount / _STEP, power + 1
+    decimals = 0 if power == 0 or amount >= 100 else 2  # noqa: PLR2004  (three digits)
+    number = f"{amount:.{decimals}f}"
+    if decimals:
+        number = number.rstrip("0").rstrip(".")
+    return f"{'-' if size < 0 else ''}{number} {_PRINTED_UNITS[power]}"
 
 
 def _parse(value: int | str, units: dict[str, int], *, what: str, example: str) -> int:

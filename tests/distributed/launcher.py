@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "lowtide"]
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """At least one rank raised, died or did not finish in time; the message holds what each had to say."""
 
 
@@ -50,7 +50,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, timeout:
                 process.join()
     failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
     if failures:
-        raise RankFailed("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
+        raise RankFailedError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
     return [outcomes[rank][1] for rank in range(ranks)]
 
 

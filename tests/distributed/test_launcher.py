@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RankFailed, run_ranks
+from launcher import RankFailedError, run_ranks
 
 
 def add_up(rank: int, factor: int) -> float:
@@ -37,15 +37,15 @@ def test_results_come_back_in_rank_order():
 
 
 def test_a_raised_error_is_shown_with_its_traceback():
-    with pytest.raises(RankFailed, match="(?s)rank 1.*ValueError: only here"):
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1.*ValueError: only here"):
         run_ranks(fail_on_one)
 
 
 def test_a_dead_rank_is_named():
-    with pytest.raises(RankFailed, match=r"rank 0 ---\nno result .*exit code 3"):
+    with pytest.raises(RankFailedError, match=r"rank 0 ---\nno result .*exit code 3"):
         run_ranks(die, timeout=20)
 
 
 def test_a_hang_is_a_failure():
-    with pytest.raises(RankFailed, match=r"rank 1 ---\nno result within 5 s \(still running\)"):
+    with pytest.raises(RankFailedError, match=r"rank 1 ---\nno result within 5 s \(still running\)"):
         run_ranks(hang, timeout=5)

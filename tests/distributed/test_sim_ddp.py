@@ -67,7 +67,9 @@ def collectives(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
+    ids=str,
 )
 def test_gradients_are_the_mean_over_ranks(sim, options):
     per_rank = run_ranks(ddp_gradients, options)

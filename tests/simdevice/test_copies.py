@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import expect_violation
 
+from conftest import expect_violation
 from lowtide import simdevice
 
 

@@ -6,14 +6,22 @@ import pytest
 import torch
 from test_engines import Block
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lowtide import simdevice
 
 pytest.importorskip("trl", reason="the hf extra is not installed")
 
 
+def run(layers: nn.Module, x: torch.Tensor, *, checkpointing: bool) -> torch.Tensor:
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=False) if checkpointing else layer(x)
+    return x
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_trl_offload_with_streams_runs_clean_and_exact(sim):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trl_offload_with_streams_runs_clean_and_exact(sim, checkpointing):
     from trl.models.activation_offloading import OffloadActivations
 
     results = {}
@@ -24,11 +32,11 @@ def test_trl_offload_with_streams_runs_clean_and_exact(sim):
         simdevice.reset()
         for _ in range(2):
             with OffloadActivations(use_streams=True) if name == "trl" else torch.enable_grad():
-                loss = model(x).square().mean()
+                loss = run(model, x, checkpointing=checkpointing).square().mean()
             loss.backward()
         results[name] = [p.grad.cpu() for p in model.parameters()]
         stats = simdevice.stats()
-    assert stats.d2h_bytes > 4 * 64 * 32 * 4
+    assert stats.d2h_bytes > 2 * 64 * 32 * 4
     assert stats.h2d_bytes > 0
     assert simdevice.violations() == []
     for ours, plain in zip(results["trl"], results["plain"], strict=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import expect_violation
 
+from conftest import expect_violation
 from lowtide import simdevice
 from lowtide.errors import DeviceViolationError
 
@@ -66,15 +66,27 @@ def test_freeing_while_another_stream_reads(sim, side):
     assert (found.stream, found.other_op, found.other_stream, found.bytes) == (0, "D2H copy", side.stream_id, 4096)
 
 
-def test_freeing_a_prefetched_tensor_while_the_compute_stream_reads(sim, side):
+def prefetch_twice(sim, side, *, wait: bool) -> torch.Tensor:
+    """A prefetched tensor goes back to the pool of `side` while the compute stream may still read it."""
     host = torch.randn(1000).pin_memory()
     with side:
-        x = host.to(sim, non_blocking=True)
+        first = host.to(sim, non_blocking=True)
     compute().wait_stream(side)
-    y = x * 2
-    del x  # back to the pool of `side`, which never waited for the multiplication
-    assert y.isfinite().all().item()
-    assert expect_violation("use-after-free").other_op == "aten::mul"
+    doubled = first * 2
+    del first
+    if wait:
+        side.wait_stream(compute())
+    with side:
+        second = host[:500].to(sim, non_blocking=True)  # an allocator may give it the same memory
+    compute().wait_stream(side)
+    side.wait_event((second + 1).sum() and compute().record_event())
+    return doubled
+
+
+def test_prefetching_over_memory_that_the_compute_stream_still_reads(sim, side):
+    assert prefetch_twice(sim, side, wait=False).isfinite().all().item()
+    found = expect_violation("use-after-free")
+    assert (found.op, found.stream, found.other_op, found.other_stream) == ("H2D copy", side.stream_id, "aten::mul", 0)
 
 
 def test_filling_recycled_memory_before_its_last_user_is_done(sim, side):
@@ -85,7 +97,7 @@ def test_filling_recycled_memory_before_its_last_user_is_done(sim, side):
     new = torch.empty(1000, device=sim)
     with side:
         new.copy_(host, non_blocking=True)
-    found = expect_violation("write-race")
+    found = expect_violation("use-after-free")
     assert "handed out again while aten::mul on stream 0 may still use them" in str(found)
 
 
@@ -174,6 +186,9 @@ class TestCorrectPrograms:
         side.wait_event(compute().record_event())
         del x
         assert torch.equal(y.cpu(), host * 2)
+
+    def test_free_first_and_wait_before_the_memory_is_used_again(self, sim, side):
+        assert prefetch_twice(sim, side, wait=True).isfinite().all().item()
 
     def test_order_through_a_third_stream(self, sim, side):
         third = torch.Stream(device=sim)

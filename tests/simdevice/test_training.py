@@ -211,7 +211,7 @@ class TestRandomNumbers:
         generator = torch.Generator(device=sim).manual_seed(3)
         first = torch.rand(10, device=sim, generator=generator)
         assert torch.equal(torch.rand(10, device=sim, generator=generator.manual_seed(3)), first)
-        with pytest.raises(RuntimeError, match="device type for generator|'sim' generator"):
+        with pytest.raises(RuntimeError, match=r"device type for generator|'sim' generator"):
             torch.rand(10, device=sim, generator=torch.Generator())
 
     def test_fork_rng(self, sim):

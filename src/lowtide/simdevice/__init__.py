@@ -11,15 +11,18 @@ Registering a device is for the life of the process: torch has no way back. Ther
 
 from __future__ import annotations
 
-from lowtide.simdevice._api import (
-    Settings,
-    Stats,
-    Violation,
-    enable,
-    is_enabled,
-    reset,
-    stats,
-    violations,
-)
+from lowtide.simdevice._api import Settings, Stats, Violation, enable, is_enabled, reset, stats, violations
+from lowtide.simdevice._build import Toolchain, toolchain
 
-__all__ = ["Settings", "Stats", "Violation", "enable", "is_enabled", "reset", "stats", "violations"]
+__all__ = [
+    "Settings",
+    "Stats",
+    "Toolchain",
+    "Violation",
+    "enable",
+    "is_enabled",
+    "reset",
+    "stats",
+    "toolchain",
+    "violations",
+]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.errors import InvalidValueError, SimDeviceError
+from lowtide.errors import InvalidValueError
 from lowtide.simdevice import _build, _registration
 from lowtide.units import parse_bytes
 
@@ -106,7 +106,7 @@ def enable(
     The first call compiles the device unless this torch version has one in the cache, and starts from the defaults of
     `Settings`. Later calls change what they name and leave the rest. `memory` takes bytes or a string like `"512MiB"`.
     """
-    given = {
+    given: dict[str, Any] = {
         "memory": None if memory is None else parse_bytes(memory),
         "flops": flops,
         "bandwidth": bandwidth,
@@ -132,24 +132,17 @@ def is_enabled() -> bool:
 
 def stats() -> Stats:
     """The device's figures now. The host waits for nothing."""
-    return Stats(**_library().stats())
+    return Stats(**_build.library().stats())
 
 
 def reset() -> None:
     """Wait for the device, then set clock, counters and peaks to zero and forget the violations."""
-    _library().reset()
+    _build.library().reset()
 
 
 def violations() -> list[Violation]:
     """The rules that were broken since the last `reset()`, in order."""
-    return [Violation(*record) for record in _library().violations()]
-
-
-def _library() -> ModuleType:
-    library = _build.loaded()
-    if library is None:
-        raise SimDeviceError("the sim device is not there yet: call lowtide.simdevice.enable() first")
-    return library
+    return [Violation(*record) for record in _build.library().violations()]
 
 
 def _settings_of(library: ModuleType) -> Settings:

@@ -8,6 +8,7 @@ with a file lock that the kernel drops when its holder dies; a build that was ki
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import importlib.machinery
@@ -15,6 +16,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide.errors import SimBuildError
+from lowtide.errors import SimBuildError, SimDeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,9 +35,34 @@ _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-O1", "-g0", "-std=c++20")
 
 
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """What a build of the device would find here."""
+
+    compiler: str | None
+    ninja: str | None
+    built: bool
+    """Whether the cache holds a library for this torch, so that neither is needed."""
+    cache: Path
+
+
+def toolchain() -> Toolchain:
+    """Look for compiler, ninja and a cached library. Nothing is compiled."""
+    directory = cache_directory()
+    return Toolchain(compiler=_compiler(), ninja=_ninja(), built=(directory / "complete").exists(), cache=directory)
+
+
 def loaded() -> ModuleType | None:
     """The device's library if this process has loaded it."""
     return sys.modules.get(_NAME)
+
+
+def library() -> ModuleType:
+    """The device's library, which must be loaded."""
+    found = loaded()
+    if found is None:
+        raise SimDeviceError("the sim device is not there yet: call lowtide.simdevice.enable() first")
+    return found
 
 
 def load() -> ModuleType:
@@ -49,11 +76,6 @@ def load() -> ModuleType:
         return _import(directory / f"{_NAME}.so")
 
 
-def is_built() -> bool:
-    """Whether the cache holds a library for this torch, so that no compiler is needed."""
-    return (cache_directory() / "complete").exists()
-
-
 def cache_directory() -> Path:
     """Where the library for this torch, Python and source lies. `LOWTIDE_CACHE` moves the whole cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
@@ -65,13 +87,11 @@ def cache_directory() -> Path:
     return root / "simdevice" / f"torch-{torch.__version__}-{abi}-{digest.hexdigest()[:12]}"
 
 
-def compiler() -> str | None:
-    """The C++ compiler that a build would use, or nothing."""
+def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
 
-def ninja() -> str | None:
-    """The ninja that a build would use: on the path, or in an environment that is not activated."""
+def _ninja() -> str | None:
     with _ninja_on_path():
         return shutil.which("ninja")
 
@@ -86,6 +106,7 @@ def _turn(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
+    """An environment that is not activated has ninja beside its Python, but not on the path."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
     try:
@@ -98,10 +119,8 @@ def _compile(directory: Path) -> None:
     _check_tools()
     from torch.utils import cpp_extension
 
-    print(
-        f"lowtide: building the emulated device for torch {torch.__version__} (about a minute, once) in {directory}",
-        file=sys.stderr,
-    )
+    # Once per torch version, and long enough that silence would look like a hang.
+    sys.stderr.write(f"lowtide: building the emulated device for torch {torch.__version__}, about a minute, once\n")
     (directory / "lock").unlink(missing_ok=True)  # torch's own, left behind if a build was killed
     try:
         with _ninja_on_path():
@@ -111,22 +130,22 @@ def _compile(directory: Path) -> None:
                 extra_cflags=list(_FLAGS),
                 build_directory=str(directory),
             )
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
         raise SimBuildError(
-            f"the compiler {compiler()} could not build the emulated device in {directory}:\n{error}"
+            f"the compiler {_compiler()} could not build the emulated device in {directory}:\n{error}"
         ) from error
 
 
 def _check_tools() -> None:
     if platform.system() != "Linux":
         raise SimBuildError(f"the emulated device needs Linux (signals and page protection), not {platform.system()}")
-    if compiler() is None:
+    if _compiler() is None:
         wanted = os.environ.get("CXX", "c++")
         raise SimBuildError(
             f"the emulated device is C++ and there is no compiler: {wanted!r} and 'g++' were not found. "
             "Install one (Debian: apt install g++), or point CXX at one that understands C++20"
         )
-    if ninja() is None:
+    if _ninja() is None:
         raise SimBuildError("the emulated device is built with ninja, which was not found: pip install 'lowtide[sim]'")
 
 
@@ -134,8 +153,7 @@ def _import(path: Path) -> ModuleType:
     if _NAME in sys.modules:
         return sys.modules[_NAME]
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
-    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
-    assert spec is not None
+    spec = importlib.machinery.ModuleSpec(_NAME, loader, origin=str(path))
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     sys.modules[_NAME] = module

@@ -23,7 +23,9 @@ def register(library: ModuleType) -> None:
         return
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore(BACKEND, store), rank, size, timeout)
+        from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+        gloo = ProcessGroupGloo(PrefixStore(BACKEND, store), rank, size, timeout)
         return library.stage_through_host(gloo)
 
     dist.Backend.register_backend(BACKEND, create, devices=["sim"])

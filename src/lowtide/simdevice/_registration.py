@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import backend_registration
 
 from lowtide.errors import DeviceViolationError, SimDeviceError
 from lowtide.simdevice import _build, _process_group
@@ -22,12 +27,13 @@ def register() -> ModuleType:
     library = _build.load()
     from lowtide.simdevice import _torch_sim
 
-    torch.utils.rename_privateuse1_backend(_NAME)
+    backend_registration.rename_privateuse1_backend(_NAME)
     torch._register_device_module(_NAME, _torch_sim)  # type: ignore[no-untyped-call]
     sys.modules[f"torch.{_NAME}"] = _torch_sim
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     library.register_device(DeviceViolationError)
     _process_group.register(library)
+    atexit.register(_end_autograd_threads, library)
     return library
 
 
@@ -44,3 +50,23 @@ def _check_slot_is_free() -> None:
             f"torch allows one accelerator per process and found {accelerator.type!r}: "
             f"hide it to use the sim device (for CUDA: CUDA_VISIBLE_DEVICES='')"
         )
+
+
+def _end_autograd_threads(library: ModuleType, patience: float = 2.0) -> None:
+    """End the threads that run backward on the device while the interpreter still lives.
+
+    Before Python 3.12, a thread of torch's that outlives the interpreter dies in a way that aborts the process
+    (pytorch/pytorch#38228): "terminate called without an active exception", now and then, after all work is done.
+    """
+    library.stop_autograd_threads()
+    deadline = time.monotonic() + patience
+    while _autograd_threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _autograd_threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append(task.read_text().strip())
+    return [name for name in names if name.startswith("pt_autograd")]

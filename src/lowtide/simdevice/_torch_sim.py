@@ -100,14 +100,12 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 
 
-def is_bf16_supported(including_emulation: bool = True) -> bool:
+def is_bf16_supported(including_emulation: bool = True) -> bool:  # noqa: ARG001  (torch's signature)
     return True
 
 
 def _generator() -> torch.Generator:
-    library = _build.loaded()
-    assert library is not None
-    generator: torch.Generator = library.default_generator()
+    generator: torch.Generator = _build.library().default_generator()
     return generator
 
 

@@ -39,21 +39,19 @@ struct HostCopy {
   const at::Tensor& host() const { return direction == Direction::h2d ? from : to; }
   const at::Tensor& on_sim() const { return direction == Direction::h2d ? to : from; }
   size_t bytes() const { return on_sim().numel() * on_sim().element_size(); }
-  Access reading(uint64_t tick) const { return {range_of(from), stream, tick, false, name()}; }
-  Access writing(uint64_t tick) const { return {range_of(to), stream, tick, true, name()}; }
 };
 
 // The queued work holds the backing memory, not the tensors: as on a real device, freeing them too early is a bug.
-void queue(const HostCopy& copy, uint64_t tick) {
+void queue(const HostCopy& copy, const Access& host_side) {
   Device& sim = device();
   auto keep_from = sim.memory.find(copy.from.const_data_ptr())->backing;
   auto keep_to = sim.memory.find(copy.to.const_data_ptr())->backing;
-  Range from = range_of(copy.from), to = range_of(copy.to), host = range_of(copy.host());
+  Range from = range_of(copy.from), to = range_of(copy.to), host = host_side.range;
   sim.streams[copy.stream].push([=] {
     device().watch.open_during(host, [&] { std::memcpy(const_cast<char*>(to.begin), from.begin, to.bytes()); });
     (void)keep_from, (void)keep_to;
   });
-  sim.watch.add(copy.direction == Direction::h2d ? copy.reading(tick) : copy.writing(tick));
+  sim.watch.add(host_side);
 }
 
 void run_now(const HostCopy& copy) {
@@ -74,12 +72,17 @@ void copy_host_device(const HostCopy& copy, bool non_blocking) {
   Device& sim = device();
   Lock lock(sim.mutex);
   uint64_t tick = sim.begin(copy.stream);
-  sim.access(copy.reading(tick));
-  sim.access(copy.writing(tick));
+  const bool pinned = sim.memory.find(copy.host().const_data_ptr());
+  const bool asynchronous = non_blocking && pinned && same_layout(copy.from, copy.to);
+
+  Access reading{range_of(copy.from), copy.stream, tick, /*write=*/false, copy.name()};
+  Access writing{range_of(copy.to), copy.stream, tick, /*write=*/true, copy.name()};
+  if (asynchronous) reading.queued = writing.queued = sim.streams[copy.stream].submitted() + 1;
+  sim.access(reading);
+  sim.access(writing);
   sim.charge_copy(copy.stream, copy.direction, copy.bytes());
-  const Block* host = sim.memory.find(copy.host().const_data_ptr());
-  if (non_blocking && host && same_layout(copy.from, copy.to)) {
-    queue(copy, tick);
+  if (asynchronous) {
+    queue(copy, copy.direction == Direction::h2d ? reading : writing);
   } else {
     run_now(copy);
   }

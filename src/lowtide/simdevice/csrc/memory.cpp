@@ -70,16 +70,26 @@ char* Memory::add(Block block) {
   char* data = block.backing.get();
   if (block.kind == Kind::device) {
     device_usage.add(block.accounted);
-    auto lives = previous_lives_.find({block.owner, block.accounted});
-    if (lives != previous_lives_.end() && !lives->second.empty()) {
-      block.history = std::move(lives->second.back()).as_previous_life(block.range());
-      lives->second.pop_back();
-    }
+    inherit_previous_lives(block);
   } else {
     pinned_usage.add(block.accounted);
   }
   blocks_.emplace(data, std::move(block));
   return data;
+}
+
+void Memory::inherit_previous_lives(Block& block) {
+  auto lives = previous_lives_.find({block.owner, block.accounted});
+  if (lives != previous_lives_.end() && !lives->second.empty()) {
+    for (const Access& access : lives->second.back().accesses()) block.history.inherit(access, block.range());
+    lives->second.pop_back();
+  }
+  for (const Access& access : std::exchange(abandoned_[block.owner], {})) block.history.inherit(access, block.range());
+}
+
+void Memory::forget_previous_lives() {
+  previous_lives_.clear();
+  abandoned_.clear();
 }
 
 char* Memory::allocate_device(size_t bytes) {
@@ -143,16 +153,23 @@ void Memory::free_device(Block block) {
   now.join(device_.streams.host_clock());
 
   std::vector<Marker> until;
+  std::vector<Access> abandoned;
   for (const Access& user : block.history.accesses()) {
     if (now.covers(user.stream, user.tick)) continue;
     if (std::count(block.recorded.begin(), block.recorded.end(), user.stream)) {
       until.push_back(device_.streams.mark(user.stream));
-      continue;
+    } else if (device_.streams[user.stream].has_run(user.queued)) {
+      abandoned.push_back(user);
+    } else {
+      device_.report_later(use_after_free(user, block.owner, block.accounted));
+      device_usage.remove(block.accounted);
+      give_back(block);  // poisoned under the hands of its user, which then sees NaN
+      return;
     }
-    device_.report_later(use_after_free(user, block.owner, block.accounted));
-    device_usage.remove(block.accounted);
-    give_back(block);  // poisoned under the hands of its user, which then sees NaN
-    return;
+  }
+  for (const Access& user : abandoned) {
+    block.history.forget(user.stream);
+    abandoned_[block.owner].push_back(user);
   }
   if (until.empty()) {
     release(std::move(block));

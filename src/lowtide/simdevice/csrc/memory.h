@@ -76,7 +76,7 @@ class Memory {
   void reap(bool wait = false);
 
   // The host has waited for everything: no earlier life of any memory can be in use.
-  void forget_previous_lives() { previous_lives_.clear(); }
+  void forget_previous_lives();
 
  private:
   struct Deferred {
@@ -87,6 +87,7 @@ class Memory {
   void make_room(size_t bytes);
   char* add(Block block);
   Block take(void* pointer);
+  void inherit_previous_lives(Block& block);
   void free_device(Block block);
   void free_pinned(Block block);
   void release(Block block);
@@ -95,7 +96,12 @@ class Memory {
   Device& device_;
   std::map<const char*, Block> blocks_;
   std::vector<Deferred> deferred_;
+
+  // What blocks to come must be ordered after. Memory goes to the next block of the same size and stream. Where another
+  // stream was not waited for at the free, the very next block of the stream gets it: an allocator could hand it out.
   std::map<std::pair<StreamId, size_t>, std::vector<AccessHistory>> previous_lives_;
+  std::map<StreamId, std::vector<Access>> abandoned_;
+
   BackingPool device_pool_, pinned_pool_;
 };
 

@@ -2,6 +2,7 @@
 // accelerator.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "allocators.h"
@@ -87,6 +88,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("stats", &stats);
   m.def("violations", &violations);
   m.def("reset", &reset);
+  m.def("stop_autograd_threads", [] { torch::autograd::Engine::get_default_engine().stop(); },
+        py::call_guard<py::gil_scoped_release>());
   m.def("stage_through_host", &stage_through_host);
   m.def("default_generator", [] { return default_generator(); });
 }

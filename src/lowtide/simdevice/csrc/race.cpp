@@ -41,13 +41,11 @@ void AccessHistory::forget(StreamId stream) {
   std::erase_if(accesses_, [&](const Access& access) { return access.stream == stream; });
 }
 
-AccessHistory AccessHistory::as_previous_life(Range whole) && {
-  for (Access& access : accesses_) {
-    access.range = whole;
-    access.write = true;  // to a new owner, even a late read of the old one is a conflict
-    access.previous_life = true;
-  }
-  return std::move(*this);
+void AccessHistory::inherit(Access access, Range whole) {
+  access.range = whole;
+  access.write = true;  // to a new owner, even a late read of the old one is a conflict
+  access.previous_life = true;
+  accesses_.push_back(access);
 }
 
 Violation race(const Access& access, const Access& conflict) {
@@ -61,8 +59,8 @@ Violation race(const Access& access, const Access& conflict) {
     text << conflict.op << " on " << on_stream(conflict.stream) << (conflict.write ? " writes" : " still reads");
   }
   text << "; nothing makes " << on_stream(access.stream) << " wait for " << on_stream(conflict.stream);
-  return {access.write ? "write-race" : "read-race", access.op,           access.stream, conflict.op,
-          conflict.stream,                           access.range.bytes(), text.str()};
+  const char* kind = conflict.previous_life ? "use-after-free" : access.write ? "write-race" : "read-race";
+  return {kind, access.op, access.stream, conflict.op, conflict.stream, access.range.bytes(), text.str()};
 }
 
 Violation use_after_free(const Access& user, StreamId owner, size_t bytes) {

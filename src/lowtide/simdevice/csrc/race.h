@@ -28,11 +28,12 @@ struct Access {
   uint64_t tick = 0;
   bool write = false;
   const char* op = "";         // names of operators live as long as the process
+  uint64_t queued = 0;         // its place in the stream's queue, if it did not run at once
   bool previous_life = false;  // made before the allocator handed the memory out again
 };
 
 struct Violation {
-  std::string kind;  // read-race, write-race, use-after-free, host-read or host-write
+  std::string kind;  // read-race, write-race, use-after-free, host-read, host-write
   std::string op;
   StreamId stream;  // -1: the host
   std::string other_op;
@@ -49,11 +50,10 @@ class AccessHistory {
   // An access that `now` is not ordered after, or nothing.
   const Access* first_unordered(const VectorClock& now) const;
 
-  // The allocator has seen all work of `stream` on this memory end.
   void forget(StreamId stream);
 
-  // What a later life of the same memory must still be ordered after.
-  AccessHistory as_previous_life(Range whole) &&;
+  // The memory is handed out again, as `whole`: its new owner must be ordered after this access of an earlier one.
+  void inherit(Access access, Range whole);
 
   const std::vector<Access>& accesses() const { return accesses_; }
 

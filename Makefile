@@ -1,0 +1,55 @@
+# Every target sets up what it needs in .venv by itself, once.
+#   make demo    the device and the story, end to end
+#   make test    all tests
+#   make lint    ruff, mypy --strict, import-linter
+#   make bench   side by side with peers
+#   make docs    the documentation site, in site/
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench docs clean
+
+demo: .venv/.demo
+	$(BIN)/python examples/memory_cap.py
+
+test: .venv/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.dev
+	$(BIN)/python bench/run.py
+
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# torch comes first: other packages then find it there and pull no other build of it.
+.venv/.torch: constraints.txt
+	@echo "Setting up .venv with torch (once)"
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	@touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	@echo "Installing lowtide with what the demo needs (once)"
+	$(PIP) -e '.[hf,sim]'
+	@touch $@
+
+.venv/.dev: .venv/.torch pyproject.toml
+	@echo "Installing lowtide with what the tests need (once)"
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/.docs: .venv/.dev
+	@echo "Installing what the documentation needs (once)"
+	$(PIP) -e '.[docs]'
+	@touch $@

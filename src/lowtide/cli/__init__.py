@@ -1,0 +1,40 @@
+"""The `lowtide` command. Each verb is a module of this package; this one puts them together."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from lowtide._version import __version__
+from lowtide.cli.doctor import doctor
+
+app = typer.Typer(
+    name="lowtide",
+    help="Keep the activation memory of PyTorch training low, and prove that the gradients are still right.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lowtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the library logs.")] = False,
+) -> None:
+    if verbose:
+        from rich.logging import RichHandler
+
+        logging.basicConfig(level=logging.DEBUG, format="%(message)s", handlers=[RichHandler(show_path=False)])

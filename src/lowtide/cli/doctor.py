@@ -1,0 +1,84 @@
+"""`lowtide doctor`: the diagnosis as tables, or as JSON for a bug report."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import itertools
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from lowtide.doctor import Diagnosis, Hazard
+
+_COLOURS = {"error": "red", "warning": "yellow", "note": "blue"}
+
+
+class Format(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+def doctor(
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="Import this first, as your training script does: some packages patch torch when imported. "
+            "May be given several times.",
+        ),
+    ] = None,
+    output: Annotated[Format, typer.Option("--format", help="How to print the diagnosis.")] = Format.TEXT,
+) -> None:
+    """Show versions, accelerator, memory, disk and compiler, and warn about known traps.
+
+    Nothing is changed and nothing is compiled. Exit code 0: Lowtide can work here (there may be warnings).
+    1: it cannot. 2: a module given with [bold]--import[/] could not be imported.
+
+    Does importing unsloth patch torch's checkpoint?  [bold]lowtide doctor --import unsloth[/]
+    """
+    from lowtide.doctor import examine
+
+    for module in imports or []:
+        _import(module)
+    diagnosis = examine()
+    if output is Format.JSON:
+        typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        _print_text(diagnosis)
+    raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        Console(stderr=True).print(f"[red]error[/] importing {module} failed: {type(error).__name__}: {error}")
+        raise typer.Exit(2) from error
+
+
+def _print_text(diagnosis: Diagnosis) -> None:
+    console = Console()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for group, facts in itertools.groupby(diagnosis.facts, key=lambda fact: fact.group):
+        table.add_row(f"[bold]{group}[/]")
+        for fact in facts:
+            table.add_row(f"  {fact.name}", escape(fact.value), f"[dim]{escape(fact.note)}[/]")
+    console.print(table)
+    console.print()
+    for hazard in diagnosis.hazards:
+        console.print(_paragraph(hazard))
+    if not diagnosis.hazards:
+        console.print("[green]No known trap found.[/]")
+
+
+def _paragraph(hazard: Hazard) -> Padding:
+    heading = f"[{_COLOURS[hazard.severity]}]{hazard.severity}[/]  [bold]{escape(hazard.title)}[/]"
+    return Padding(f"{heading}\n{escape(hazard.detail)}\nRemedy: {escape(hazard.remedy)}", (0, 0, 1, 0))

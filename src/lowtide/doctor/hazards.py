@@ -1,0 +1,165 @@
+"""The known traps: patches, versions and limits under which training goes wrong, often without a word.
+
+A hazard is reported only if it is really there: a function that was replaced in this process, a package of a version
+that shows the fault. Each says what happens, and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from packaging.specifiers import SpecifierSet
+
+from lowtide import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType
+
+
+class Severity(enum.StrEnum):
+    ERROR = "error"
+    """Lowtide cannot work."""
+    WARNING = "warning"
+    """Something here gives wrong or no results."""
+    NOTE = "note"
+    """An installed package has a fault that shows only if you use that part of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hazard:
+    severity: Severity
+    title: str
+    detail: str
+    remedy: str
+
+
+def find_hazards() -> list[Hazard]:
+    """All hazards of this process, the worst first."""
+    found = [*_versions(), *_replaced_checkpoint(), *_limits(), *_known_faults()]
+    return sorted(found, key=lambda hazard: list(Severity).index(hazard.severity))
+
+
+def _versions() -> Iterator[Hazard]:
+    for package, minimum in compat.MINIMUM.items():
+        version = compat.installed_version(package)
+        if version is None or version >= minimum:
+            continue
+        yield Hazard(
+            Severity.ERROR if package == "torch" else Severity.WARNING,
+            f"{package} {version} is too old",
+            f"Lowtide supports {package} {minimum} and later.",
+            f"pip install '{package}>={minimum}'",
+        )
+
+
+def _replaced_checkpoint() -> Iterator[Hazard]:
+    module = torch.utils.checkpoint
+    if _is_foreign(module.CheckpointFunction):
+        yield Hazard(
+            Severity.WARNING,
+            f"torch.utils.checkpoint.CheckpointFunction was replaced by {_origin(module.CheckpointFunction)}",
+            "Non-reentrant checkpointing never calls it, so whatever the replacement does (CPU offload, most often) "
+            "silently does not happen there; transformers 5 is non-reentrant by default.",
+            "use lowtide.checkpoint, or undo the patch",
+        )
+    for name, function in _checkpoint_functions():
+        if _is_foreign(function):
+            yield Hazard(
+                Severity.WARNING,
+                f"{name} was replaced by {_origin(function)}",
+                "Everybody in this process who checkpoints gets the replacement, also on models that it was not made "
+                "for, and a second patch wraps the first.",
+                "keep one owner of the checkpoint function in a process",
+            )
+
+
+def _checkpoint_functions() -> Iterator[tuple[str, Any]]:
+    """Torch's function, and the reference that transformers keeps to it, if it is imported."""
+    yield "torch.utils.checkpoint.checkpoint", torch.utils.checkpoint.checkpoint
+    kept = getattr(sys.modules.get("transformers.modeling_utils"), "checkpoint", None)
+    if kept is not None:
+        yield "transformers.modeling_utils.checkpoint", kept
+
+
+def _code(thing: Any) -> CodeType | None:
+    """The code behind a function or an autograd function. Names can be copied (functools.wraps does); code cannot."""
+    return getattr(getattr(thing, "forward", thing), "__code__", None)
+
+
+def _is_foreign(thing: Any) -> bool:
+    code = _code(thing)
+    return code is None or not Path(code.co_filename).is_relative_to(Path(torch.__file__).parent)
+
+
+def _origin(thing: Any) -> str:
+    code = _code(thing)
+    if code is None:
+        return type(thing).__qualname__
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _limits() -> Iterator[Hazard]:
+    if "microsoft" in platform.release().lower():
+        yield Hazard(
+            Severity.WARNING,
+            "WSL2 limits pinned memory",
+            "The driver pins only a part of the machine's memory, and then fails.",
+            "cap the host tier, or run on Linux itself",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fault:
+    package: str
+    versions: SpecifierSet
+    title: str
+    detail: str
+    remedy: str
+
+
+_FAULTS = (
+    _Fault(
+        "accelerate",
+        SpecifierSet("<=1.15.0"),
+        "FSDP2 activation checkpointing does not keep the random state",
+        "It passes preserve_rng_state=False: with dropout, the recomputed forward draws another mask and the gradients "
+        "are wrong, with no error.",
+        "leave fsdp_activation_checkpointing off when the model has dropout (LoRA dropout included)",
+    ),
+    _Fault(
+        "trl",
+        SpecifierSet("<=1.16.0"),
+        "activation_offloading keeps one tracker per process",
+        "Two forwards before a backward, and retain_graph, fail.",
+        "use it only with one forward per backward",
+    ),
+    _Fault(
+        "deepspeed",
+        SpecifierSet("<=0.19.8"),
+        "TiledFusedLogitsLoss does not scale the head's gradient",
+        "The gradient of the output head is too big by the number of tokens.",
+        "do not train the head with it",
+    ),
+    _Fault(
+        "axolotl",
+        SpecifierSet("<0.20"),
+        "activation_offloading: disk goes to the CPU",
+        "The setting is accepted, and the activations stay in host memory.",
+        "count on host memory, not on the disk",
+    ),
+)
+
+
+def _known_faults() -> Iterator[Hazard]:
+    for fault in _FAULTS:
+        version = compat.installed_version(fault.package)
+        if version is not None and version in fault.versions:
+            yield Hazard(Severity.NOTE, f"{fault.package} {version}: {fault.title}", fault.detail, fault.remedy)

@@ -1,0 +1,142 @@
+"""`lowtide doctor`: facts are there, traps are found when set and only then."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import types
+
+import pytest
+import torch.utils.checkpoint
+from packaging.version import Version
+from typer.testing import CliRunner
+
+from lowtide import compat
+from lowtide.cli import app
+from lowtide.doctor import Severity, examine
+
+
+def titles() -> list[str]:
+    return [hazard.title for hazard in examine().hazards]
+
+
+def doctor(*arguments: str):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_facts_cover_what_a_bug_report_needs():
+    facts = {(fact.group, fact.name): fact.value for fact in examine().facts}
+    assert facts["software", "torch"].startswith("2.")
+    for package in ("transformers", "accelerate", "peft", "trl", "deepspeed"):
+        assert ("software", package) in facts
+    for name in ("memory", "pinned memory", "disk"):
+        assert facts["host", name]
+    for name in ("compiler", "ninja", "library"):
+        assert facts["emulated device", name]
+    assert ("accelerator", "device") in facts
+
+
+def test_the_accelerator_is_named(sim):
+    facts = {(fact.group, fact.name): fact for fact in examine().facts}
+    assert facts["accelerator", "device"].value == "1 x sim"
+    assert facts["accelerator", "device"].note == "Lowtide emulated accelerator"
+    assert facts["accelerator", "memory"].value == "512 MiB"
+    assert facts["host", "pinned memory"].value.startswith("works")
+
+
+def test_an_untouched_torch_is_no_trap():
+    assert not [title for title in titles() if "replaced" in title]
+
+
+def test_a_replaced_checkpoint_function_class_is_found(monkeypatch):
+    class Offloading(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, *args):
+            return args
+
+    monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", Offloading)
+    (hazard,) = [h for h in examine().hazards if "CheckpointFunction" in h.title]
+    assert hazard.severity is Severity.WARNING
+    assert "Offloading.forward" in hazard.title
+    assert "test_doctor.py" in hazard.title
+    assert "Non-reentrant checkpointing never calls it" in hazard.detail
+    assert hazard.remedy
+
+
+def test_a_patch_that_copies_names_is_found_all_the_same(monkeypatch):
+    original = torch.utils.checkpoint.checkpoint
+
+    @functools.wraps(original)
+    def patched(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    assert patched.__module__ == "torch.utils.checkpoint"
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", patched)
+    assert [title for title in titles() if title.startswith("torch.utils.checkpoint.checkpoint was replaced")]
+
+
+def test_a_reference_that_transformers_keeps_is_looked_at(monkeypatch):
+    module = types.ModuleType("transformers.modeling_utils")
+    module.checkpoint = lambda *_args: None
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", module)
+    assert [title for title in titles() if title.startswith("transformers.modeling_utils.checkpoint was replaced")]
+
+
+@pytest.mark.parametrize(("package", "severity", "ok"), [("torch", "error", False), ("transformers", "warning", True)])
+def test_old_versions(monkeypatch, package, severity, ok):
+    real = compat.installed_version
+    monkeypatch.setattr(compat, "installed_version", lambda name: Version("0.1") if name == package else real(name))
+    diagnosis = examine()
+    (hazard,) = [h for h in diagnosis.hazards if h.title == f"{package} 0.1 is too old"]
+    assert hazard.severity == severity
+    assert diagnosis.ok is ok
+    assert diagnosis.hazards[0] == hazard, "the worst comes first"
+    assert doctor().exit_code == (0 if ok else 1)
+
+
+def test_faults_are_noted_for_the_versions_that_have_them(monkeypatch):
+    monkeypatch.setattr(compat, "installed_version", lambda name: Version("1.15.0") if name == "accelerate" else None)
+    assert [title for title in titles() if title.startswith("accelerate 1.15.0: FSDP2")]
+    monkeypatch.setattr(compat, "installed_version", lambda name: Version("99") if name == "accelerate" else None)
+    assert not titles()
+
+
+def test_wsl_is_noticed(monkeypatch):
+    monkeypatch.setattr("platform.release", lambda: "5.15.90.1-microsoft-standard-WSL2")
+    assert "WSL2 limits pinned memory" in titles()
+
+
+def test_json_is_for_machines():
+    result = doctor("--format", "json")
+    report = json.loads(result.output)
+    assert report["ok"] is True
+    assert {"group", "name", "value", "note"} == set(report["facts"][0])
+
+
+def test_text_is_for_people():
+    result = doctor()
+    assert result.exit_code == 0
+    assert "emulated device" in result.output
+    assert "torch" in result.output
+
+
+def test_a_module_that_patches_on_import_is_caught(tmp_path, monkeypatch):
+    (tmp_path / "patches_torch.py").write_text(
+        "import torch.utils.checkpoint as c\n"
+        "original = c.checkpoint\n"
+        "def mine(*args, **kwargs):\n"
+        "    return original(*args, **kwargs)\n"
+        "c.checkpoint = mine\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", torch.utils.checkpoint.checkpoint)
+    result = doctor("--import", "patches_torch")
+    assert result.exit_code == 0
+    assert "was replaced by mine" in " ".join(result.output.split())
+
+
+def test_an_import_that_fails_is_one_clear_error():
+    result = doctor("--import", "no_such_package")
+    assert result.exit_code == 2
+    assert "importing no_such_package failed" in result.output

@@ -1,0 +1,98 @@
+"""The project's own promises: versions agree, the README's code runs, the wheel holds what it must."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from lowtide import compat
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
+
+
+def metadata() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements() -> list[Requirement]:
+    project = metadata()
+    texts = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    return [Requirement(text) for text in texts]
+
+
+def test_tested_versions_are_those_that_are_pinned():
+    pins = constraints()
+    assert {name: str(version) for name, version in compat.TESTED.items()} == {n: pins[n] for n in compat.TESTED}
+
+
+def test_minimum_versions_are_those_of_the_metadata():
+    ranges = {requirement.name: str(requirement.specifier) for requirement in requirements()}
+    assert {name: f">={version}" for name, version in compat.MINIMUM.items()} == {n: ranges[n] for n in compat.MINIMUM}
+
+
+def test_every_requirement_is_pinned_and_admits_its_pin():
+    pins = constraints()
+    for requirement in requirements():
+        if requirement.name != "lowtide":
+            assert requirement.specifier.contains(pins[requirement.name]), requirement
+
+
+def test_the_extras_are_there():
+    assert set(metadata()["optional-dependencies"]) == {"hf", "deepspeed", "html", "sim", "dev", "docs"}
+
+
+CODE = re.compile(r"```python\n(?P<code>.*?)```(?:\n+```text\n(?P<output>.*?)```)?", flags=re.DOTALL)
+
+
+def python_blocks() -> list:
+    return [
+        pytest.param(block["code"], block["output"], id=f"{page.relative_to(ROOT)}:{number}")
+        for page in PAGES
+        for number, block in enumerate(CODE.finditer(page.read_text()), start=1)
+    ]
+
+
+@pytest.mark.parametrize(("code", "output"), python_blocks())
+def test_code_in_readme_and_docs_runs_and_prints_what_is_shown(code: str, output: str | None, tmp_path: Path):
+    script = tmp_path / "block.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    if output is not None:
+        assert done.stdout == output
+
+
+def test_the_readme_has_code_to_run():
+    assert any("README" in block.id for block in python_blocks())
+
+
+def test_pages_install_with_the_constraints():
+    """A range that admits a newer torch would pull another build: every install from a checkout names the pins."""
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if re.search(r"pip install .*(-e|\[dev)", line):
+                assert "-c constraints.txt" in line, f"{page.name}: {line}"
+
+
+def test_the_wheel_holds_the_sources_of_the_device(tmp_path: Path):
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {path.name for path in (ROOT / "src/lowtide/simdevice/csrc").iterdir()}
+    assert sources == {Path(name).name for name in names if "/csrc/" in name}
+    assert "lowtide/py.typed" in names

@@ -1,0 +1,102 @@
+"""The public surface is small and changes only on purpose; importing it does nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from lowtide import errors, simdevice
+
+LOOK_AROUND = """
+import json, logging, os, sys, torch, torch.utils.checkpoint
+before = set(sys.modules)
+environment, function = dict(os.environ), torch.utils.checkpoint.checkpoint
+handlers = list(logging.getLogger().handlers)
+import lowtide
+print(json.dumps({
+    "modules": sorted(set(sys.modules) - before),
+    "environment": os.environ == environment,
+    "patched": torch.utils.checkpoint.checkpoint is not function,
+    "device": torch._C._get_privateuse1_backend_name(),
+    "root_handlers": logging.getLogger().handlers == handlers,
+}))
+"""
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+
+
+def test_exported_names_are_pinned():
+    assert lowtide.__all__ == ["LowtideError", "__version__", "simdevice"]
+    assert simdevice.__all__ == [
+        "Settings",
+        "Stats",
+        "Toolchain",
+        "Violation",
+        "enable",
+        "is_enabled",
+        "reset",
+        "stats",
+        "toolchain",
+        "violations",
+    ]
+    for module in (lowtide, simdevice):
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_there_is_one_exception_tree():
+    classes = [thing for thing in vars(errors).values() if isinstance(thing, type)]
+    assert len(classes) > 3
+    assert all(issubclass(cls, lowtide.LowtideError) for cls in classes)
+
+
+def test_importing_has_no_effects(tmp_path: Path):
+    seen = json.loads(run_python(LOOK_AROUND, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache")).stdout)
+    assert seen["environment"], "the environment is untouched"
+    assert not seen["patched"]
+    assert seen["root_handlers"]
+    assert seen["device"] == "privateuseone", "no device is registered"
+    assert list(tmp_path.rglob("*")) == [], "nothing is written"
+    ours = {name.split(".")[0] for name in seen["modules"]}
+    optional = {"transformers", "accelerate", "peft", "trl", "deepspeed", "typer", "rich", "psutil", "ninja", "numpy"}
+    assert not ours & optional
+
+
+def test_importing_adds_little_to_importing_torch():
+    """A share of torch's own time in the same process, so that the machine's speed does not matter."""
+    log = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import torch, torch.distributed, lowtide"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    cumulative = {}
+    for line in log.splitlines():
+        if line.startswith("import time:") and "|" in line and "[us]" not in line:
+            _, total, name = line.removeprefix("import time:").split("|")
+            cumulative[name.strip()] = int(total)
+    assert cumulative["lowtide"] < 0.05 * cumulative["torch"]
+
+
+def test_the_library_logger_is_silent_by_default():
+    import logging
+
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("lowtide").handlers)
+
+
+def test_the_package_is_typed():
+    assert (Path(lowtide.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("cls", [errors.InvalidValueError, errors.MissingDependencyError, errors.SimBuildError])
+def test_errors_have_a_builtin_parent_too(cls: type[Exception]):
+    assert issubclass(cls, (ValueError, ImportError, RuntimeError))
