@@ -32,13 +32,3 @@ def sim() -> Iterator[str]:
     left = simdevice.violations()
     simdevice.reset()
     assert not left, "\n".join(map(str, left))
-
-
-def expect_violation(kind: str) -> simdevice.Violation:
-    """The first violation, which must be of this kind; clears the record."""
-    torch.accelerator.synchronize()
-    found = simdevice.violations()
-    simdevice.reset()
-    assert found, f"no violation reported, expected a {kind}"
-    assert found[0].kind == kind, str(found[0])
-    return found[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 import lowtide
 from lowtide import errors, simdevice
+from support import run_python
 
 LOOK_AROUND = """
 import json, logging, os, sys, torch, torch.utils.checkpoint
@@ -27,12 +27,6 @@ print(json.dumps({
     "root_handlers": logging.getLogger().handlers == handlers,
 }))
 """
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
 
 
 def test_exported_names_are_pinned():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import expect_violation
 from lowtide import simdevice
+from support import expect_violation
 
 
 def test_a_non_blocking_copy_to_the_device_runs_when_something_waits_for_it(sim):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import expect_violation
 from lowtide import simdevice
 from lowtide.errors import DeviceViolationError
+from support import expect_violation
 
 
 @pytest.fixture

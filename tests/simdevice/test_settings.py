@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from lowtide import simdevice
 from lowtide.errors import InvalidValueError
-from typing import TYPE_CHECKING
+from support import run_python
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_later_calls_change_what_they_name(sim):

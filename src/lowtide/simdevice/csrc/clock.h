@@ -32,7 +32,7 @@ struct Clock {
   uint64_t epoch = 0;  // counts resets: a time from an earlier epoch lies in the past
 
   // The host spends `seconds`, e.g. on launching a kernel.
-  void host_spends(double seconds) { host += seconds; }
+  void host_spends(double seconds) { host_waits_until(host + seconds); }
   void host_waits_until(double time);
   void reset();
 };
