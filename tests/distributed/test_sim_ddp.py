@@ -52,6 +52,12 @@ def collectives(rank: int) -> None:
     part = torch.empty(2, device=sim)
     dist.reduce_scatter(part, list((torch.arange(4.0, device=sim) * (rank + 1)).chunk(2)))
     assert part.tolist() == [[0, 3], [6, 9]][rank]
+    stacked = torch.empty(2, 3, device=sim)
+    dist.all_gather_single(stacked, torch.full((3,), float(rank), device=sim))
+    assert stacked.tolist() == [[0] * 3, [1] * 3]
+    own = torch.empty(3, device=sim)
+    dist.reduce_scatter_single(own, torch.ones(2, 3, device=sim))
+    assert own.tolist() == [2] * 3
     exchanged = torch.empty(2, device=sim)
     dist.all_to_all_single(exchanged, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=sim))
     assert exchanged.tolist() == [rank, 10 + rank]

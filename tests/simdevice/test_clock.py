@@ -124,6 +124,18 @@ def test_memory_bound_kernels_are_charged_by_bytes(sim):
     assert simdevice.stats().busy_compute == pytest.approx(8e6 / 1e9)
 
 
+def test_only_distinct_bytes_are_charged(sim):
+    simdevice.enable(bandwidth=1e9, launch=0)
+    row, table = torch.ones(1000, device=sim), torch.ones(100_000, 10, device=sim)
+    index = torch.tensor([3], device=sim)
+    simdevice.reset()
+    row.expand(1000, 1000).sum()
+    assert simdevice.stats().busy_compute == pytest.approx((4000 + 4) / 1e9)
+    simdevice.reset()
+    torch.nn.functional.embedding(index, table)
+    assert simdevice.stats().busy_compute == pytest.approx((8 + 40) / 1e9)
+
+
 def test_reading_a_value_makes_the_host_wait(slow):
     x = torch.ones(100, 100, device=slow)
     start = torch.Event(device=slow, enable_timing=True)

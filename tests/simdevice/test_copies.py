@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
 from lowtide import simdevice
-from support import expect_violation
+from support import expect_violation, run_python
 
 
 def test_a_non_blocking_copy_to_the_device_runs_when_something_waits_for_it(sim):
@@ -132,3 +134,38 @@ def test_broadcast_copy(sim):
     x = torch.empty(3, 4, device=sim)
     x.copy_(torch.arange(4.0))
     assert torch.equal(x.cpu(), torch.arange(4.0).expand(3, 4))
+
+
+def test_a_pageable_source_is_staged(sim):
+    """The host may change it at once, as on CUDA; but another stream must wait for the copy."""
+    host = torch.ones(1000)
+    x = host.to(sim, non_blocking=True)
+    host.fill_(2)
+    assert x.cpu().eq(1).all()
+
+    with torch.Stream(device=sim):
+        y = host.to(sim, non_blocking=True)
+    assert (y + 1).cpu().isnan().all()
+    expect_violation("read-race")
+
+
+def test_a_dimension_of_size_one_has_no_layout(sim):
+    x = torch.ones(1000, 1, device=sim).t()
+    host = torch.empty(1, 1000, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    assert host.isnan().all()
+    expect_violation("host-read")
+
+
+def test_a_real_segmentation_fault_still_ends_the_process(sim):
+    done = run_python(
+        "import ctypes, faulthandler, torch; from lowtide import simdevice; simdevice.enable()\n"
+        "x = torch.ones(8, device='sim')\n"
+        "hosts = [torch.empty(8, pin_memory=True) for _ in range(2)]\n"
+        "hosts[0].copy_(x, non_blocking=True)\n"
+        "faulthandler.enable()\n"
+        "hosts[1].copy_(x, non_blocking=True)\n"
+        "ctypes.string_at(8)"
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stderr.count("Segmentation fault") == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowtide import simdevice
+from support import run_python
 
 
 def test_allocation_beyond_the_cap_raises_torchs_own_error_with_all_three_figures(sim):
@@ -156,3 +157,75 @@ def test_there_is_one_device(sim):
     assert torch.empty(1, device="sim:0").device == torch.device("sim:0")
     with pytest.raises(RuntimeError, match="one device per process"):
         torch.empty(1, device="sim:1")
+
+
+def test_growing_a_tensor_waits_for_a_copy_into_it(sim):
+    x = torch.empty(10, device=sim)
+    x.copy_(torch.ones(10).pin_memory(), non_blocking=True)
+    x.resize_(2000)
+    assert x[:10].sum().item() == 10
+
+
+def test_device_module_tells_live_from_peak(sim):
+    before = torch.sim.memory_allocated()
+    block = torch.empty(1 << 20, device=sim)
+    del block
+    assert torch.sim.memory_allocated() == before
+    assert torch.sim.max_memory_allocated() == before + (1 << 22)
+    assert torch.sim.get_device_properties().total_memory == 512 * 1024**2
+    assert isinstance(torch.sim.Stream(), torch.Stream)
+
+
+def test_host_allocator_functions(sim):
+    torch.accelerator.empty_host_cache()
+    buffer = torch.empty(1024, pin_memory=True)
+    assert buffer.is_pinned()
+    torch.accelerator.empty_host_cache()
+
+
+def test_memory_held_by_record_stream_counts_no_longer_than_it_must(sim):
+    before = torch.accelerator.memory_allocated()
+    x = torch.ones(1 << 20, device=sim)
+    side = torch.Stream(device=sim)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        total = x.sum()
+    x.record_stream(side)
+    del x
+    side.synchronize()
+    assert torch.accelerator.memory_allocated() - before == 512
+    assert total.item() == 1 << 20
+
+
+FORK = """
+import os, threading, time, torch
+from lowtide import simdevice
+simdevice.enable(memory="1GiB")
+x, host = torch.ones(1 << 22, device="sim"), torch.empty(1 << 22)
+busy = True
+def work():
+    while busy:
+        host.copy_(x)
+thread = threading.Thread(target=work)
+thread.start()
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        simdevice.stats()
+        torch.empty(8, pin_memory=True)
+        os._exit(0)
+    deadline = time.time() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.time() > deadline:
+            os.kill(child, 9)
+            print("hung")
+            break
+        time.sleep(0.01)
+busy = False
+thread.join()
+print("done")
+"""
+
+
+def test_a_fork_while_another_thread_uses_the_device(sim):
+    assert run_python(FORK).stdout.split() == ["done"]

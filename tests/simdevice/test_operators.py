@@ -60,14 +60,15 @@ def works_on_cpu(op, sample) -> bool:
     return True
 
 
-COMPARED = [op for op in op_db if name_of(op) not in NOT_COMPARED and op.supported_dtypes("cpu")]
+DTYPES = (torch.float32, torch.int64, torch.complex64)
+COMPARED = [op for op in op_db if name_of(op) not in NOT_COMPARED and op.supported_dtypes("cpu") & set(DTYPES)]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", COMPARED, ids=name_of)
 def test_operator_agrees_with_the_cpu(sim, op):
     supported = op.supported_dtypes("cpu")
-    dtype = next(d for d in (torch.float32, torch.int64, torch.complex64) if d in supported)
+    dtype = next(dtype for dtype in DTYPES if dtype in supported)
     differentiable = op.supports_autograd and dtype != torch.int64
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=differentiable))[:SAMPLES]
     for sample in samples:
@@ -137,3 +138,58 @@ def test_a_pinning_data_loader(sim):
     assert all(batch.is_pinned() for batch in batches)
     moved = [batch.to(sim, non_blocking=True) for batch in batches]
     assert torch.cat(moved).sum().item() == 28
+
+
+def test_a_cpu_tensor_is_never_written_by_a_kernel_of_the_device(sim):
+    victim, one = torch.arange(6.0), torch.tensor([1], device=sim)
+    with pytest.raises(RuntimeError, match="device"):
+        victim[one] = 0
+    scalar = torch.tensor(7.0)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.add(torch.ones((), device=sim), 1, out=scalar)
+    assert victim.tolist() == [0, 1, 2, 3, 4, 5]
+    assert scalar.item() == 7
+
+
+def test_convolution_and_attention_refuse_mixed_devices(sim):
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.nn.functional.conv1d(torch.ones(1, 2, 4, device=sim), torch.ones(2, 2, 1))
+    q = torch.ones(1, 2, 4, 8, device=sim)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        torch.nn.functional.scaled_dot_product_attention(torch.ones(1, 4, 4, 8, device=sim), q, q)
+
+
+def test_setting_a_tensor_to_nothing_leaves_its_views_alone(sim):
+    x = torch.ones(4, device=sim)
+    view = x.view(2, 2)
+    x.set_()
+    assert x.numel() == 0
+    assert view.add_(1).sum().item() == 8
+
+
+def test_view_operators_are_no_kernels(sim):
+    from lowtide import simdevice
+
+    x = torch.zeros(4, 2, device=sim)
+    simdevice.reset()
+    with torch.Stream(device=sim):
+        pairs = torch.view_as_complex(x)
+        assert torch.view_as_real(pairs).data_ptr() == x.data_ptr()
+        assert x.unfold(0, 2, 1).shape == (3, 2, 2)
+    assert simdevice.stats().kernels == 0
+
+
+def test_names_of_operators_outlive_their_library(sim):
+    from support import expect_violation
+
+    library = torch.library.Library("lowtide_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    x = torch.ones(8, device=sim)
+    y = torch.ops.lowtide_test.twice(x)
+    library._destroy()
+    with torch.Stream(device=sim):
+        y.add_(1)
+    assert expect_violation("read-race").other_op == "lowtide_test::twice"

@@ -89,6 +89,31 @@ def test_prefetching_over_memory_that_the_compute_stream_still_reads(sim, side):
     assert (found.op, found.stream, found.other_op, found.other_stream) == ("H2D copy", side.stream_id, "aten::mul", 0)
 
 
+def test_small_blocks_in_between_do_not_hide_the_reuse(sim, side):
+    host = torch.randn(1000).pin_memory()
+    with side:
+        first = host.to(sim, non_blocking=True)
+    compute().wait_stream(side)
+    doubled = first * 2
+    del first
+    with side:
+        tiny = torch.empty(1, device=sim)
+        second = host.to(sim, non_blocking=True)
+    side.synchronize()
+    assert doubled.shape == second.shape
+    assert tiny.numel() == 1
+    assert expect_violation("use-after-free").op == "H2D copy"
+
+
+def test_hidden_writes_of_batch_norm_are_seen(sim, side):
+    x, mean, var = torch.randn(4, 3, device=sim), torch.zeros(3, device=sim), torch.ones(3, device=sim)
+    side.wait_stream(compute())
+    with side:
+        torch.nn.functional.batch_norm(x, mean, var, training=True)
+    assert (mean + 1).shape == (3,)
+    assert expect_violation("read-race").other_op == "aten::native_batch_norm"
+
+
 def test_filling_recycled_memory_before_its_last_user_is_done(sim, side):
     host = torch.randn(1000).pin_memory()
     old = torch.randn(1000, device=sim)
@@ -161,6 +186,32 @@ def test_raise_mode_reaches_through_backward(sim, side):
     expect_violation("read-race")
 
 
+def test_raise_mode_raises_a_bad_free_when_the_host_waits(sim, side):
+    simdevice.enable(on_violation="raise")
+    host = torch.empty(1000, pin_memory=True)
+    x = torch.ones(1000, device=sim)
+    side.wait_stream(compute())
+    with side:
+        host.copy_(x, non_blocking=True)
+    del x
+    with pytest.raises(DeviceViolationError, match="use-after-free"):
+        torch.accelerator.synchronize()
+    expect_violation("use-after-free")
+
+
+def test_leaving_raise_mode_drops_what_was_not_raised_yet(sim, side):
+    simdevice.enable(on_violation="raise")
+    host = torch.empty(1000, pin_memory=True)
+    x = torch.ones(1000, device=sim)
+    side.wait_stream(compute())
+    with side:
+        host.copy_(x, non_blocking=True)
+    del x
+    simdevice.enable(on_violation="record")
+    assert torch.ones(1, device=sim).item() == 1
+    expect_violation("use-after-free")
+
+
 class TestCorrectPrograms:
     """The `sim` fixture fails any of these that is reported."""
 
@@ -189,6 +240,21 @@ class TestCorrectPrograms:
 
     def test_free_first_and_wait_before_the_memory_is_used_again(self, sim, side):
         assert prefetch_twice(sim, side, wait=True).isfinite().all().item()
+
+    def test_blocks_that_cannot_be_the_freed_memory_are_left_alone(self, sim, side):
+        """Too big for it, or of the other pool (CUDA keeps blocks up to 1 MiB apart)."""
+        for freed, new in ((1000, 100_000), (1 << 20, 4)):
+            host = torch.randn(freed).pin_memory()
+            with side:
+                first = host.to(sim, non_blocking=True)
+            compute().wait_stream(side)
+            doubled = first * 2
+            del first
+            with side:
+                second = torch.ones(new, device=sim)
+            torch.accelerator.synchronize()
+            assert doubled.numel() == freed
+            assert second.sum().item() == new
 
     def test_order_through_a_third_stream(self, sim, side):
         third = torch.Stream(device=sim)

@@ -113,6 +113,26 @@ def test_no_autograd_thread_outlives_the_interpreter(sim):
     assert done.stdout.splitlines() == ["before ['pt_autograd_0']", "left []"]
 
 
+def test_a_half_emptied_cache_is_built_again(sim, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    directory = simdevice.toolchain().cache
+    directory.mkdir(parents=True)
+    (directory / "complete").touch()
+    assert not simdevice.toolchain().built
+
+
+def test_a_library_that_does_not_load_is_one_clear_error(tmp_path: Path):
+    code = (
+        "from lowtide import simdevice; d = simdevice.toolchain().cache; d.mkdir(parents=True)\n"
+        "(d / 'complete').touch(); (d / '_lowtide_sim.so').write_text('no library')\n"
+        "simdevice.enable()"
+    )
+    done = run_python(code, LOWTIDE_CACHE=str(tmp_path))
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("lowtide.errors.SimBuildError: ")
+    assert "delete" in last
+
+
 def test_another_out_of_tree_device_is_named():
     done = run_python(
         "import torch; torch.utils.rename_privateuse1_backend('npu')\nfrom lowtide import simdevice; simdevice.enable()"

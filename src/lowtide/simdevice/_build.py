@@ -49,12 +49,13 @@ class Toolchain:
 def toolchain() -> Toolchain:
     """Look for compiler, ninja and a cached library. Nothing is compiled."""
     directory = cache_directory()
-    return Toolchain(compiler=_compiler(), ninja=_ninja(), built=(directory / "complete").exists(), cache=directory)
+    return Toolchain(compiler=_compiler(), ninja=_ninja(), built=_is_complete(directory), cache=directory)
 
 
 def loaded() -> ModuleType | None:
-    """The device's library if this process has loaded it."""
-    return sys.modules.get(_NAME)
+    """The device's library if this process has loaded it and registered the device."""
+    library = sys.modules.get(_NAME)
+    return library if library is not None and library.is_registered() else None
 
 
 def library() -> ModuleType:
@@ -68,12 +69,20 @@ def library() -> ModuleType:
 def load() -> ModuleType:
     """The device's library, built first if need be."""
     directory = cache_directory()
-    with _turn(directory):
-        complete = directory / "complete"
-        if not complete.exists():
-            _compile(directory)
-            complete.touch()
-        return _import(directory / f"{_NAME}.so")
+    library = directory / f"{_NAME}.so"
+    if not _is_complete(directory):
+        with _turn(directory):
+            if not _is_complete(directory):  # nobody was faster
+                _compile(directory)
+                (directory / "complete").touch()
+    try:
+        return _import(library)
+    except ImportError as error:
+        raise SimBuildError(f"{library} does not load ({error}): delete {directory}, and it is built again") from error
+
+
+def _is_complete(directory: Path) -> bool:
+    return (directory / "complete").exists() and (directory / f"{_NAME}.so").exists()
 
 
 def cache_directory() -> Path:

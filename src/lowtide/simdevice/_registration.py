@@ -31,9 +31,9 @@ def register() -> ModuleType:
     torch._register_device_module(_NAME, _torch_sim)  # type: ignore[no-untyped-call]
     sys.modules[f"torch.{_NAME}"] = _torch_sim
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    library.register_device(DeviceViolationError)
     _process_group.register(library)
     atexit.register(_end_autograd_threads, library)
+    library.register_device(DeviceViolationError)  # last: from here on the device counts as enabled
     return library
 
 

@@ -6,7 +6,7 @@ Most of it says in the device's own name what `torch.accelerator` says for whate
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import accelerator
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 _initialized = True  # torch's checkpoint keeps a device's random state only if it finds this
 
-memory_allocated = accelerator.memory_allocated
-max__initialized = True  # torch's checkpoint keeps a device's random state only if it finds this
+Stream = torch.Stream
+Event = torch.Event
 
-memory_allocated = accelerator.max_memory_allocated
+memory_allocated = accelerator.memory_allocated
+max_memory_allocated = accelerator.max_memory_allocated
 memory_reserved = accelerator.memory_reserved
 max_memory_reserved = accelerator.max_memory_reserved
 memory_stats = accelerator.memory_stats
@@ -77,13 +78,23 @@ def get_device_name(device: torch.device | int | str | None = None) -> str:
     return "Lowtide emulated accelerator"
 
 
-def Stream(device: Any = None, priority: int = 0) -> torch.Stream:  # noqa: N802  (torch's name)
+def get_device_capability(device: torch.device | int | str | None = None) -> tuple[int, int]:
+    """No compute capability of any product."""
     _index(device)
-    return torch.Stream(device="sim", priority=priority)
+    return (0, 0)
 
 
-def Event(enable_timing: bool = False, **_: Any) -> torch.Event:  # noqa: N802  (torch's name)
-    return torch.Event(device="sim", enable_timing=enable_timing)
+class DeviceProperties(NamedTuple):
+    name: str
+    total_memory: int
+
+
+def get_device_properties(device: torch.device | int | str | None = None) -> DeviceProperties:
+    return DeviceProperties(name=get_device_name(device), total_memory=accelerator.get_memory_info()[1])
+
+
+def is_current_stream_capturing() -> bool:
+    return False
 
 
 def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:

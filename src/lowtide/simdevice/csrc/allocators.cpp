@@ -35,6 +35,7 @@ class DeviceMemoryAllocator final : public c10::DeviceAllocator {
   // Nothing is cached and nothing fragments here, so "reserved" is what is live.
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     Lock lock(device().mutex);
+    device().memory.reap();
     const Usage& usage = device().memory.device_usage;
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
@@ -52,12 +53,13 @@ class DeviceMemoryAllocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     Lock lock(device().mutex);
+    device().memory.reap();
     size_t capacity = device().settings.memory, live = device().memory.device_usage.live;
     return {capacity - std::min(capacity, live), capacity};
   }
 };
 
-class PinnedMemoryAllocator final : public c10::Allocator {
+class PinnedMemoryAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     Lock lock(device().mutex);
@@ -65,6 +67,26 @@ class PinnedMemoryAllocator final : public c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+  // Freed blocks wait for their copies by themselves (Memory::free_pinned), and nothing is cached.
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    Lock lock(device().mutex);
+    device().memory.reap();
+    const Usage& usage = device().memory.pinned_usage;
+    at::HostStats stats;
+    for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes}) {
+      bytes->current = static_cast<int64_t>(usage.live);
+      bytes->peak = static_cast<int64_t>(usage.peak);
+    }
+    return stats;
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {
+    Lock lock(device().mutex);
+    device().memory.pinned_usage.reset_peak();
+  }
 };
 
 }  // namespace
@@ -74,7 +96,7 @@ c10::DeviceAllocator& device_allocator() {
   return *allocator;
 }
 
-c10::Allocator& pinned_allocator() {
+at::HostAllocator& pinned_allocator() {
   static auto* allocator = new PinnedMemoryAllocator();
   return *allocator;
 }

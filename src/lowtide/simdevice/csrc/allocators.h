@@ -1,6 +1,7 @@
 // Memory as torch sees it: the allocators behind `device="sim"` and `pin_memory=True`.
 #pragma once
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
@@ -11,7 +12,7 @@ constexpr c10::DeviceType kSim = c10::DeviceType::PrivateUse1;
 inline const c10::Device kSimDevice{kSim, 0};
 
 c10::DeviceAllocator& device_allocator();
-c10::Allocator& pinned_allocator();
+at::HostAllocator& pinned_allocator();
 
 // Hands a CPU storage over to the device, without a copy.
 c10::DataPtr adopt_storage(const c10::Storage& cpu);

@@ -29,8 +29,9 @@ bool fits_flash(const Tensor& query, const Tensor& key, const Tensor& value, con
 }
 
 int64_t choose_backend(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
-                       double dropout, bool, std::optional<double>, bool) {
-  bool flash = at::globalContext().userEnabledFlashSDP() && dropout == 0.0 && fits_flash(query, key, value, mask);
+                       double dropout, bool, std::optional<double>, bool grouped_query) {
+  bool flash = at::globalContext().userEnabledFlashSDP() && dropout == 0.0 && fits_flash(query, key, value, mask) &&
+               (grouped_query || query.size(1) == key.size(1));
   return static_cast<int64_t>(flash ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }
 
@@ -50,9 +51,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Ten
   const int64_t groups = query.size(1) / key.size(1);
   std::optional<Tensor> cpu_mask;
   if (mask && mask->defined()) cpu_mask = launch.cpu(*mask);
+  Tensor cpu_query = launch.cpu(query), cpu_key = launch.cpu(key), cpu_value = launch.cpu(value);
+  launch.check_devices();
   auto [cpu_output, cpu_logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      launch.cpu(query), repeat_heads(launch.cpu(key), groups), repeat_heads(launch.cpu(value), groups), dropout,
-      causal, cpu_mask, scale);
+      cpu_query, repeat_heads(cpu_key, groups), repeat_heads(cpu_value, groups), dropout, causal, cpu_mask, scale);
   Tensor output = launch.sim(cpu_output), logsumexp = launch.sim(cpu_logsumexp);
   Tensor unused = at::empty({0}, query.options().dtype(at::kLong));  // what only other backends need
   launch.finish(attention_flops(query, key, value));

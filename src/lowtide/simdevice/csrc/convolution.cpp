@@ -17,10 +17,12 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const std::optiona
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
                    int64_t groups) {
   Launch launch("aten::convolution");
+  Tensor cpu_input = launch.cpu(input), cpu_weight = launch.cpu(weight);
   std::optional<Tensor> cpu_bias;
   if (bias && bias->defined()) cpu_bias = launch.cpu(*bias);
-  Tensor output = launch.sim(at::convolution(launch.cpu(input), launch.cpu(weight), cpu_bias, stride, padding,
-                                             dilation, transposed, output_padding, groups));
+  launch.check_devices();
+  Tensor output = launch.sim(at::convolution(cpu_input, cpu_weight, cpu_bias, stride, padding, dilation, transposed,
+                                             output_padding, groups));
   launch.finish(convolution_flops(input, weight, output, transposed));
   return output;
 }

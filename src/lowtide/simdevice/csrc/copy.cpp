@@ -1,12 +1,15 @@
 // Copies between device and host, with CUDA's rules for what is asynchronous.
 //
-// A copy is queued only if it is `non_blocking`, the host side is pinned, and both sides have the same dtype and
-// layout. Anything else needs a temporary or pageable memory, and then the host waits.
+// A copy is queued only if it is `non_blocking` and both sides have the same dtype and layout. To the host, the target
+// must be pinned, too. From pageable memory, the bytes are staged first, so the host may go on and change them. Anything
+// else needs a temporary, and then the host waits.
 #include "copy.h"
 
 #include <ATen/ops/_local_scalar_dense_native.h>
 
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "allocators.h"
 #include "device.h"
@@ -19,8 +22,11 @@ namespace {
 bool on_device(const at::Tensor& tensor) { return tensor.device().type() == kSim; }
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
-         a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg() && a.is_non_overlapping_and_dense();
+  if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
+  if (a.is_conj() != b.is_conj() || a.is_neg() != b.is_neg() || !a.is_non_overlapping_and_dense()) return false;
+  for (int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
 }
 
 at::Tensor copy_on_device(const at::Tensor& from, const at::Tensor& to) {
@@ -42,7 +48,7 @@ struct HostCopy {
 };
 
 // The queued work holds the backing memory, not the tensors: as on a real device, freeing them too early is a bug.
-void queue(const HostCopy& copy, const Access& host_side) {
+void queue_pinned(const HostCopy& copy, const Access& host_side) {
   Device& sim = device();
   auto keep_from = sim.memory.find(copy.from.const_data_ptr())->backing;
   auto keep_to = sim.memory.find(copy.to.const_data_ptr())->backing;
@@ -52,6 +58,16 @@ void queue(const HostCopy& copy, const Access& host_side) {
     (void)keep_from, (void)keep_to;
   });
   sim.watch.add(host_side);
+}
+
+void queue_staged(const HostCopy& copy) {
+  Device& sim = device();
+  Range from = range_of(copy.from), to = range_of(copy.to);
+  auto staged = std::make_shared<std::vector<char>>(from.begin, from.end);
+  auto keep_to = sim.memory.find(copy.to.const_data_ptr())->backing;
+  sim.streams[copy.stream].push([staged, to, keep_to] {
+    std::memcpy(const_cast<char*>(to.begin), staged->data(), staged->size());
+  });
 }
 
 void run_now(const HostCopy& copy) {
@@ -73,7 +89,8 @@ void copy_host_device(const HostCopy& copy, bool non_blocking) {
   Lock lock(sim.mutex);
   uint64_t tick = sim.begin(copy.stream);
   const bool pinned = sim.memory.find(copy.host().const_data_ptr());
-  const bool asynchronous = non_blocking && pinned && same_layout(copy.from, copy.to);
+  const bool to_device = copy.direction == Direction::h2d;
+  const bool asynchronous = non_blocking && (pinned || to_device) && same_layout(copy.from, copy.to);
 
   Access reading{range_of(copy.from), copy.stream, tick, /*write=*/false, copy.name()};
   Access writing{range_of(copy.to), copy.stream, tick, /*write=*/true, copy.name()};
@@ -81,8 +98,10 @@ void copy_host_device(const HostCopy& copy, bool non_blocking) {
   sim.access(reading);
   sim.access(writing);
   sim.charge_copy(copy.stream, copy.direction, copy.bytes());
-  if (asynchronous) {
-    queue(copy, copy.direction == Direction::h2d ? reading : writing);
+  if (asynchronous && pinned) {
+    queue_pinned(copy, to_device ? reading : writing);
+  } else if (asynchronous) {
+    queue_staged(copy);
   } else {
     run_now(copy);
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "clock.h"
@@ -46,6 +47,8 @@ struct Device {
   HostWatch watch;
   std::vector<Violation> violations;
 
+  void configure(const Settings& wanted);
+
   // Starts an operation on `stream`; raises a violation that could not be raised where it was found.
   uint64_t begin(StreamId stream);
 
@@ -56,6 +59,7 @@ struct Device {
   double charge_kernel(StreamId stream, double flops, double bytes);
   double charge_copy(StreamId stream, Direction direction, size_t bytes);
 
+  // The host waits; a violation that could not be raised where it was found is raised here at the latest.
   void host_wait(const Marker& marker);
   void synchronize();
 
@@ -66,7 +70,10 @@ struct Device {
   void reset();
 
  private:
-  bool raise_later_ = false;  // the last violation is still to be raised
+  void wait_for_all();
+  void raise_pending();
+
+  std::optional<Violation> raise_later_;  // found where nothing could be raised
 };
 
 using Lock = std::lock_guard<std::recursive_mutex>;

@@ -3,7 +3,6 @@
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
@@ -65,8 +64,14 @@ Tensor reshape_alias(const Tensor& self, SymIntArrayRef sizes, SymIntArrayRef st
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
 }
 
-const Tensor& resize_(const Tensor& self, SymIntArrayRef sizes, Maybe<at::MemoryFormat> format) {
-  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(sizes), format);
+// torch's own resize would move the bytes behind the device's back.
+const Tensor& resize_(const Tensor& self, SymIntArrayRef symbolic_sizes, Maybe<at::MemoryFormat> format) {
+  IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(symbolic_sizes);
+  size_t bytes = at::detail::computeStorageNbytesContiguous(sizes, self.dtype().itemsize(), self.storage_offset());
+  if (bytes > self.storage().nbytes()) resize_storage(self.storage(), bytes);
+  if (self.sizes() != sizes) self.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return self;
 }
 
 Tensor& set_storage_view(Tensor& self, at::Storage source, int64_t offset, IntArrayRef sizes, IntArrayRef strides) {
@@ -76,6 +81,13 @@ Tensor& set_storage_view(Tensor& self, at::Storage source, int64_t offset, IntAr
 Tensor& set_storage(Tensor& self, at::Storage source) { return at::native::set_(self, std::move(source)); }
 
 Tensor& set_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
+
+// Leaves an empty tensor; other views of the storage keep it.
+Tensor& set_nothing(Tensor& self) {
+  at::Storage nothing(at::Storage::use_byte_size_t(), 0, device_allocator().allocate(0), &device_allocator(),
+                      /*resizable=*/true);
+  return at::cpu::set_(self, std::move(nothing), 0, {0}, {1});
+}
 
 void record_stream(Tensor& self, c10::Stream stream) {
   device_allocator().recordStream(self.storage().data_ptr(), stream);
@@ -94,6 +106,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage_view);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);

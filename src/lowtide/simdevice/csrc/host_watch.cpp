@@ -6,7 +6,9 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "device.h"
 
@@ -38,9 +40,13 @@ bool is_write(void* context) {
 #endif
 }
 
-// The access was a fault of somebody else's: do what would have happened without us.
+// The access was a fault of somebody else's: do what would have happened without us. If it comes back, the handler
+// before us has us as the one before it (faulthandler does, when it is enabled later), and nobody handles it.
 void pass_on(int number, siginfo_t* info, void* context) {
-  if (previous_handler.sa_flags & SA_SIGINFO) {
+  thread_local bool passed_on = false;
+  if (std::exchange(passed_on, true)) {
+    signal(number, SIG_DFL);
+  } else if (previous_handler.sa_flags & SA_SIGINFO) {
     previous_handler.sa_sigaction(number, info, context);
   } else if (previous_handler.sa_handler != SIG_DFL && previous_handler.sa_handler != SIG_IGN) {
     previous_handler.sa_handler(number);

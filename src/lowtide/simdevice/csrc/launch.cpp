@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
+
 #include "allocators.h"
 #include "device.h"
 
@@ -41,15 +43,24 @@ at::Tensor cpu_alias(const at::Tensor& tensor) {
   return tensor_over(unowned_cpu_storage(tensor.storage()), c10::DispatchKey::CPU, tensor);
 }
 
-Launch::Launch(const char* op) : op_(op), stream_(Streams::current()), no_autocast_(c10::autocast_dispatch_keyset) {
+double distinct_bytes(const at::Tensor& tensor) {
+  double elements = 1;
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    if (tensor.stride(d) != 0 || tensor.size(d) == 0) elements *= static_cast<double>(tensor.size(d));
+  return elements * static_cast<double>(tensor.element_size());
+}
+
+Launch::Launch(const char* op, Touches touches)
+    : op_(op), stream_(Streams::current()), touches_(touches), no_autocast_(c10::autocast_dispatch_keyset) {
+  if (touches_ == Touches::nothing) return;
   Lock lock(device().mutex);
   tick_ = device().begin(stream_);
   device().streams.drain(stream_);
 }
 
 void Launch::check_access(const at::Tensor& tensor, bool write) {
-  bytes_ += static_cast<double>(tensor.numel()) * static_cast<double>(tensor.element_size());
-  if (tensor.numel() == 0) return;
+  if (tensor.numel() == 0 || touches_ == Touches::nothing) return;
+  bytes_ += distinct_bytes(tensor);
   Lock lock(device().mutex);
   device().access({range_of(tensor), stream_, tick_, write, op_});
 }
@@ -71,15 +82,29 @@ c10::Storage Launch::sim_storage(const c10::Storage& cpu) {
 }
 
 at::Tensor Launch::cpu(const at::Tensor& argument, bool written) {
-  if (!argument.defined() || argument.device().type() != kSim) return argument;
+  if (!argument.defined()) return argument;
+  if (argument.device().type() != kSim) {
+    elsewhere_.push_back({argument, argument, written});
+    return argument;
+  }
   check_access(argument, written);
   at::Tensor alias = tensor_over(cpu_storage(argument.storage()), c10::DispatchKey::CPU, argument);
   arguments_.push_back({argument, alias, written});
   return alias;
 }
 
+void Launch::check_devices(bool any_rank) const {
+  if (arguments_.empty()) return;
+  for (const Argument& argument : elsewhere_)
+    TORCH_CHECK(!argument.written && (any_rank || argument.cpu.dim() == 0),
+                "Expected all tensors to be on the same device, but found at least two devices, sim:0 and ",
+                argument.cpu.device(), ", in a call of ", op_);
+}
+
 at::Tensor Launch::sim(const at::Tensor& result) {
   if (!result.defined()) return result;
+  for (const Argument& argument : elsewhere_)
+    if (argument.cpu.is_same(result) || argument.cpu.is_alias_of(result)) return result;
   for (const Argument& argument : arguments_) {
     if (!argument.cpu.is_same(result)) continue;
     if (argument.written) follow_resize(argument);
@@ -94,7 +119,8 @@ at::Tensor Launch::sim(const at::Tensor& result) {
 void Launch::follow_resize(const Argument& argument) {
   const c10::Storage& cpu = argument.cpu.storage();
   auto* sim = argument.sim.storage().unsafeGetStorageImpl();
-  if (cpu.data() != sim->data()) {
+  auto still_shared = [&](const SharedStorage& s) { return s.cpu.is_alias_of(cpu) && s.sim.unsafeGetStorageImpl() == sim; };
+  if (cpu.data() != sim->data() && std::any_of(storages_.begin(), storages_.end(), still_shared)) {
     // The kernel moved the bytes to memory of its own. The alias keeps pointing at what is now the device's.
     sim->set_data_ptr_noswap(adopt_storage(cpu));
     sim->set_nbytes(cpu.nbytes());
@@ -107,6 +133,7 @@ void Launch::follow_resize(const Argument& argument) {
 void Launch::finish(double flops, bool host_waits) {
   for (const Argument& argument : arguments_)
     if (argument.written) follow_resize(argument);
+  if (touches_ == Touches::nothing) return;
   Lock lock(device().mutex);
   device().charge_kernel(stream_, flops, bytes_);
   if (host_waits) device().host_wait(device().streams.mark(stream_));

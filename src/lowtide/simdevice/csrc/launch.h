@@ -18,15 +18,28 @@ namespace lowtide {
 // The bytes between the first and the last element of a tensor.
 Range range_of(const at::Tensor& tensor);
 
+// The bytes of a tensor's distinct elements: an expanded dimension holds one.
+double distinct_bytes(const at::Tensor& tensor);
+
 // A CPU tensor over the same bytes. It owns nothing.
 at::Tensor cpu_alias(const at::Tensor& tensor);
 
 class Launch {
  public:
-  explicit Launch(const char* op);
+  // What the operator does with its tensors' bytes. A view operator only looks at sizes: it is no kernel.
+  enum class Touches { memory, nothing };
+
+  explicit Launch(const char* op, Touches touches = Touches::memory);
 
   // The CPU alias of an argument. Tensors that are not on the device pass through.
   at::Tensor cpu(const at::Tensor& argument, bool written = false);
+
+  // Refuses arguments on another device, as an accelerator does; the CPU kernel would not notice them. Scalars may be
+  // on the CPU if they are only read. With `any_rank`, so may other tensors.
+  void check_devices(bool any_rank = false) const;
+
+  // The clock is charged for every byte of the arguments, unless the kernel picks a few of this one's.
+  void charge_less(double bytes) { bytes_ -= bytes; }
 
   // The device tensor for what the kernel returned: the argument itself, a view of an argument, or a new block.
   at::Tensor sim(const at::Tensor& result);
@@ -50,9 +63,11 @@ class Launch {
 
   const char* op_;
   StreamId stream_;
-  uint64_t tick_;
+  uint64_t tick_ = 0;
   double bytes_ = 0;
+  Touches touches_;
   std::vector<Argument> arguments_;
+  std::vector<Argument> elsewhere_;  // arguments on another device
   std::vector<SharedStorage> storages_;
   at::AutoDispatchBelowADInplaceOrView below_autograd_;
   c10::impl::ExcludeDispatchKeyGuard no_autocast_;

@@ -17,6 +17,12 @@ constexpr int kPoison = 0xFF;              // NaN in every floating-point format
 constexpr size_t kDeviceGranularity = 512;  // CUDA's caching allocator rounds to this
 constexpr size_t kPage = 4096;
 
+// Whether a caching allocator could serve a request from a free block. CUDA's keeps small blocks in a pool of their own.
+bool could_hold(size_t free_bytes, size_t wanted) {
+  constexpr size_t kSmall = 1 << 20;
+  return (free_bytes <= kSmall) == (wanted <= kSmall) && wanted <= free_bytes;
+}
+
 size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
 std::shared_ptr<char> heap_memory(size_t bytes) {
@@ -74,7 +80,8 @@ char* Memory::add(Block block) {
   } else {
     pinned_usage.add(block.accounted);
   }
-  blocks_.emplace(data, std::move(block));
+  bool inserted = blocks_.emplace(data, std::move(block)).second;
+  TORCH_INTERNAL_ASSERT(inserted, "sim: two blocks at one address");
   return data;
 }
 
@@ -84,7 +91,19 @@ void Memory::inherit_previous_lives(Block& block) {
     for (const Access& access : lives->second.back().accesses()) block.history.inherit(access, block.range());
     lives->second.pop_back();
   }
-  for (const Access& access : std::exchange(abandoned_[block.owner], {})) block.history.inherit(access, block.range());
+  VectorClock now = device_.streams[block.owner].clock;
+  now.join(device_.streams.host_clock());
+  auto& abandoned = abandoned_[block.owner];
+  std::erase_if(abandoned, [&](const Abandoned& left) { return now.covers(left.user.stream, left.user.tick); });
+  for (const Abandoned& left : abandoned)
+    if (could_hold(left.bytes, block.accounted)) block.history.inherit(left.user, block.range());
+}
+
+void Memory::settle(const Access& reported) {
+  for (auto& [owner, abandoned] : abandoned_)
+    std::erase_if(abandoned, [&](const Abandoned& left) {
+      return left.user.stream == reported.stream && left.user.tick == reported.tick;
+    });
 }
 
 void Memory::forget_previous_lives() {
@@ -169,7 +188,7 @@ void Memory::free_device(Block block) {
   }
   for (const Access& user : abandoned) {
     block.history.forget(user.stream);
-    abandoned_[block.owner].push_back(user);
+    abandoned_[block.owner].push_back({user, block.accounted});
   }
   if (until.empty()) {
     release(std::move(block));

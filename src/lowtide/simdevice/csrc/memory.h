@@ -75,6 +75,9 @@ class Memory {
   // Gives back deferred blocks whose work is done; with `wait`, all of them.
   void reap(bool wait = false);
 
+  // A use of freed memory was reported: once is enough.
+  void settle(const Access& reported);
+
   // The host has waited for everything: no earlier life of any memory can be in use.
   void forget_previous_lives();
 
@@ -98,9 +101,13 @@ class Memory {
   std::vector<Deferred> deferred_;
 
   // What blocks to come must be ordered after. Memory goes to the next block of the same size and stream. Where another
-  // stream was not waited for at the free, the very next block of the stream gets it: an allocator could hand it out.
+  // stream was not waited for at the free, any block of the stream that fits may get it, until the stream has waited.
+  struct Abandoned {
+    Access user;
+    size_t bytes;
+  };
   std::map<std::pair<StreamId, size_t>, std::vector<AccessHistory>> previous_lives_;
-  std::map<StreamId, std::vector<Access>> abandoned_;
+  std::map<StreamId, std::vector<Abandoned>> abandoned_;
 
   BackingPool device_pool_, pinned_pool_;
 };

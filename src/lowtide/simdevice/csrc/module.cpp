@@ -17,15 +17,18 @@ using namespace lowtide;
 
 namespace {
 
+bool is_registered() { return ViolationError::type != nullptr; }
+
 void register_device(py::object violation_error) {
-  ViolationError::type = violation_error.release().ptr();
   c10::SetAllocator(kSim, &device_allocator());
+  at::setHostAllocator(kSim, &pinned_allocator());
   register_hooks();
+  ViolationError::type = violation_error.release().ptr();
 }
 
 void configure(size_t memory, double flops, double bandwidth, double h2d, double d2h, double launch, bool raise) {
   Lock lock(device().mutex);
-  device().settings = {memory, flops, bandwidth, h2d, d2h, launch, raise};
+  device().configure({memory, flops, bandwidth, h2d, d2h, launch, raise});
 }
 
 py::dict settings() {
@@ -82,6 +85,7 @@ void reset() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_device", &register_device);
+  m.def("is_registered", &is_registered);
   m.def("configure", &configure, py::kw_only(), py::arg("memory"), py::arg("flops"), py::arg("bandwidth"),
         py::arg("h2d"), py::arg("d2h"), py::arg("launch"), py::arg("raise_on_violation"));
   m.def("settings", &settings);

@@ -84,8 +84,8 @@ class StagedBackend final : public c10d::Backend {
   }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input,
                                            const c10d::AllgatherOptions& options) override {
-    TensorLists outputs{output.chunk(getSize())};
-    Tensors inputs{input};
+    TensorLists outputs{output.view(-1).chunk(getSize())};
+    Tensors inputs{input.reshape(-1)};
     allgather(outputs, inputs, options);
     return finished({output});
   }
@@ -121,8 +121,8 @@ class StagedBackend final : public c10d::Backend {
   }
   c10::intrusive_ptr<Work> _reduce_scatter_base(Tensor& output, Tensor& input,
                                                 const c10d::ReduceScatterOptions& options) override {
-    Tensors outputs{output};
-    TensorLists inputs{input.chunk(getSize())};
+    Tensors outputs{output.view(-1)};
+    TensorLists inputs{input.reshape(-1).chunk(getSize())};
     return reduce_scatter(outputs, inputs, options);
   }
 

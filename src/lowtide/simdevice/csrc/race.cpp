@@ -19,14 +19,14 @@ std::string on_stream(StreamId stream) { return "stream " + std::to_string(strea
 
 }  // namespace
 
-std::optional<Access> AccessHistory::record(const Access& access, const VectorClock& now) {
+std::optional<Access> AccessHistory::record(const Access& access, const VectorClock& now, const VectorClock& host) {
   auto races = [&](const Access& earlier) {
     return (access.write || earlier.write) && access.range.overlaps(earlier.range) && !ordered(earlier, now);
   };
   auto found = std::find_if(accesses_.begin(), accesses_.end(), races);
   std::optional<Access> conflict;
   if (found != accesses_.end()) conflict = *found;
-  std::erase_if(accesses_, [&](const Access& older) { return supersedes(access, older, now); });
+  std::erase_if(accesses_, [&](const Access& older) { return ordered(older, host) || supersedes(access, older, now); });
   accesses_.push_back(access);
   return conflict;
 }

@@ -45,7 +45,8 @@ struct Violation {
 class AccessHistory {
  public:
   // Records an access that is ordered after `now`, and returns an earlier one that it races with.
-  std::optional<Access> record(const Access& access, const VectorClock& now);
+  // What the host has waited for can race with nothing any more, and is forgotten.
+  std::optional<Access> record(const Access& access, const VectorClock& now, const VectorClock& host);
 
   // An access that `now` is not ordered after, or nothing.
   const Access* first_unordered(const VectorClock& now) const;
