@@ -30,7 +30,16 @@ print(json.dumps({
 
 
 def test_exported_names_are_pinned():
-    assert lowtide.__all__ == ["LowtideError", "__version__", "simdevice"]
+    assert lowtide.__all__ == [
+        "Applied",
+        "LowtideError",
+        "Policy",
+        "__version__",
+        "apply",
+        "checkpoint",
+        "offload",
+        "simdevice",
+    ]
     assert simdevice.__all__ == [
         "Settings",
         "Stats",

@@ -29,3 +29,19 @@ class SimBuildError(SimDeviceError):
 
 class DeviceViolationError(LowtideError, RuntimeError):
     """A program broke the rules of an asynchronous device (raised by the emulated one, on request)."""
+
+
+class OffloadError(LowtideError, RuntimeError):
+    """Saved tensors cannot be moved as asked."""
+
+
+class InPlaceError(LowtideError, RuntimeError):
+    """A tensor that backward needs was changed in place after it was saved."""
+
+
+class SilentNoOpError(LowtideError, RuntimeError):
+    """A region should have been recomputed or offloaded, and was not."""
+
+
+class NoRegionError(LowtideError, ValueError):
+    """No block was found in the model that a policy could act on."""

@@ -1,0 +1,8 @@
+"""`lowtide.apply`: the only part of Lowtide that changes a model. It hands back what undoes it."""
+
+from __future__ import annotations
+
+from lowtide.applying.handle import Applied, apply
+from lowtide.applying.report import Report
+
+__all__ = ["Applied", "Report", "apply"]

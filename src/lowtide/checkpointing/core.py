@@ -1,0 +1,136 @@
+"""`lowtide.checkpoint`: torch's non-reentrant checkpoint, with every tensor input visible to a store."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+from lowtide.checkpointing.saving import Schedule
+from lowtide.checkpointing.slots import Frame, take_tensors
+from lowtide.errors import InvalidValueError
+from lowtide.measure import RegionLedger
+from lowtide.stores import HostStore, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+T = TypeVar("T")
+
+
+def checkpoint(
+    function: Callable[..., T],
+    *args: Any,
+    offload: Literal["host"] | Store | Schedule | None = None,
+    use_reentrant: bool | None = None,  # noqa: ARG001  (see the docstring)
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> T:
+    """Run `function(*args, **kwargs)` now and again in backward, instead of keeping what it computes.
+
+    A drop-in for `torch.utils.checkpoint.checkpoint`, whose keywords keep their meaning. Two things differ. The graph
+    is always one graph: `use_reentrant=True` is answered with the non-reentrant engine, which saves the same memory
+    and fires every parameter's hooks once. And with `offload="host"` (or a store) the inputs leave the device until
+    backward, whether they come positionally, as keywords, nested in containers or dataclasses, or bound in a
+    `functools.partial`.
+
+    One store serves many calls: pass the same one (or its `Schedule`) to all regions of a model, and copies overlap.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    options = {
+        "context_fn": context_fn or torch_checkpoint.noop_context_fn,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+        "preserve_rng_state": preserve_rng_state,
+    }
+    ledger = RegionLedger(getattr(function, "__qualname__", type(function).__qualname__))
+    return run_region(function, args, kwargs, ledger=ledger, schedule=as_schedule(offload), options=options)
+
+
+def run_region(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    ledger: RegionLedger,
+    schedule: Schedule | None,
+    options: dict[str, Any],
+    skip: Callable[[torch.Tensor], bool] | None = None,
+) -> T:
+    """One checkpointed call, with its counts. Its inputs go to the schedule's store; None leaves them on the device."""
+    function, args, kwargs = _unbind(function, args, kwargs)
+    tensors, frame = take_tensors((args, kwargs))
+    replay = _Replay(function, args, kwargs, frame, ledger)
+    del args, kwargs
+    ledger.forwards += 1
+    if schedule is None or is_inside_checkpoint():
+        return torch_checkpoint.checkpoint(replay, *tensors, use_reentrant=False, **options)  # type: ignore[no-any-return]
+    call = schedule.begin(ledger, skip)
+    replay.on_entry = call.packed_all
+    with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+        result: T = torch_checkpoint.checkpoint(replay, *tensors, use_reentrant=False, **options)
+    call.submitted()
+    return result
+
+
+def as_schedule(offload: Literal["host"] | Store | Schedule | None) -> Schedule | None:
+    """What `offload=` means: a word, a store, or a schedule that several regions share."""
+    if offload is None or isinstance(offload, Schedule):
+        return offload
+    if isinstance(offload, Store):
+        return Schedule(offload)
+    if offload == "host":
+        return Schedule(HostStore())
+    raise InvalidValueError(f'offload must be "host", a store or None, got {offload!r}')
+
+
+def is_inside_checkpoint() -> bool:
+    """Whether a checkpoint around this one decides what is saved: then its hooks must see the inputs, not a store's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def _unbind(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    while isinstance(function, functools.partial):
+        function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
+    return function, args, kwargs
+
+
+class _Replay:
+    """The function that torch's checkpoint runs: first on the arguments as they came, later on restored tensors.
+
+    After the first run it holds the frame of the arguments, but none of their tensors.
+    """
+
+    __slots__ = ("_first", "_frame", "_function", "_ledger", "on_entry")
+
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame, ledger: RegionLedger
+    ) -> None:
+        self._function = function
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._frame = frame
+        self._ledger = ledger
+        self.on_entry: Callable[[], None] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            if self.on_entry is not None:
+                on_entry, self.on_entry = self.on_entry, None
+                on_entry()
+        else:
+            args, kwargs = self._frame.fill(tensors)
+            self._ledger.recomputes += 1
+        return self._function(*args, **kwargs)

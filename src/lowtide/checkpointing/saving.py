@@ -1,0 +1,199 @@
+"""What happens to the tensors that a region saves: pack and unpack, and the order of copies.
+
+`pack` returns an object that the graph owns; nothing else holds it. Each call of a region knows the call before it,
+weakly. From that follows the whole schedule:
+
+- When a call has packed its tensors, those of the call before it start to move away, and they are off the device when
+  this call's forward has been submitted. So the copy has one region's compute to hide behind, and the last region's
+  tensors, which backward needs first, never leave.
+- When backward asks for a call's tensors, those of the call before it start to come back.
+
+[Note: in-place changes] A hook takes autograd's own check away: a tensor that was changed in place after it was saved
+would give a wrong gradient without an error. So a packed tensor keeps the version it had and a probe that shares its
+version counter, and unpacking compares them. The probe holds no memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.errors import InPlaceError
+from lowtide.stores.host import span_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.measure import RegionLedger
+    from lowtide.stores import Store, Stored
+
+MIN_BYTES = 4096
+"""Smaller tensors stay: a copy would cost more than it frees."""
+
+SPARSE = 4
+"""A view is moved as its raw span. One that holds less than a quarter of it stays."""
+
+
+class Schedule:
+    """Forward order within one store: the newest call, and what is already stored."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._newest: weakref.ref[Call] | None = None
+        self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Entry] = weakref.WeakValueDictionary()
+
+    def begin(self, ledger: RegionLedger, skip: Callable[[torch.Tensor], bool] | None = None) -> Call:
+        """A new call, after the newest one."""
+        call = Call(self, ledger, self._newest, skip)
+        self._newest = weakref.ref(call)
+        return call
+
+    def entry(self, tensor: torch.Tensor) -> tuple[_Entry, bool]:
+        """The stored form of a tensor, and whether it is new. Tensors that are the same bytes are stored once."""
+        key = _identity(tensor)
+        entry = self._known.get(key)
+        if entry is not None and not entry.is_orphan:
+            return entry, False
+        entry = _Entry(self.store.put(tensor), _weak(tensor))
+        self._known[key] = entry
+        return entry, True
+
+
+@dataclasses.dataclass(eq=False)
+class _Entry:
+    """A stored tensor, and the storage that it was taken from: an address alone may be somebody else's by now."""
+
+    stored: Stored
+    source: StorageWeakRef
+    stays: bool = False
+
+    @property
+    def is_orphan(self) -> bool:
+        return bool(self.source.expired())  # type: ignore[no-untyped-call]
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()
+    layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    return (tensor.device, storage._cdata, tensor.dtype, *layout, tensor._version)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Packed:
+    """What the graph holds for one saved tensor."""
+
+    call: Call
+    entry: _Entry | None
+    kept: torch.Tensor | None
+    probe: torch.Tensor
+    version: int
+
+
+class Call:
+    """One call of a region: the tensors it saved, and the call before it."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        ledger: RegionLedger,
+        previous: weakref.ref[Call] | None,
+        skip: Callable[[torch.Tensor], bool] | None,
+    ) -> None:
+        self.ledger = ledger
+        self._schedule = schedule
+        self._previous = previous
+        self._skip = skip
+        self._entries: list[weakref.ref[_Entry]] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Packed:
+        """Autograd's pack hook. Nothing moves before the whole call has packed."""
+        version = tensor._version
+        if not self._is_worth_moving(tensor):
+            self.ledger.saved_bytes += tensor.nbytes
+            kept = tensor.detach()
+            return _Packed(self, None, kept, kept, version)
+        self._schedule.store.check(tensor)
+        entry, is_new = self._schedule.entry(tensor)
+        self.ledger.movable_bytes += entry.stored.nbytes
+        if is_new:
+            self.ledger.saved_bytes += entry.stored.nbytes
+            self._entries.append(weakref.ref(entry))
+        elif not entry.stored.is_away:
+            entry.stays = True  # regions share it, and it is still here: bringing it back for each would cost more
+        return _Packed(self, entry, None, _version_probe(tensor), version)
+
+    def unpack(self, packed: _Packed) -> torch.Tensor:
+        """Autograd's unpack hook."""
+        if packed.probe._version != packed.version:
+            raise InPlaceError(
+                f"region {self.ledger.name!r}: a tensor that backward needs was modified by an inplace operation after "
+                f"it was saved (version {packed.version}, now {packed.probe._version}): change a copy of it instead"
+            )
+        if packed.kept is not None:
+            return packed.kept
+        stored = packed.entry.stored  # type: ignore[union-attr]  # kept or stored, by construction
+        if stored.is_away:
+            self.ledger.restored_bytes += stored.nbytes
+        tensor = stored.get()
+        self._each_of_previous("prefetch")
+        return tensor
+
+    def packed_all(self) -> None:
+        """All inputs are packed: the call before this one may let go of its own."""
+        self._each_of_previous("start")
+
+    def submitted(self) -> None:
+        """This call's forward is submitted: the memory of the call before it goes back."""
+        self._each_of_previous("settle")
+
+    def _each_of_previous(self, action: str) -> None:
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None:
+            getattr(previous, f"_{action}")()
+
+    def _start(self) -> None:
+        for entry in self._alive():
+            if entry.stays or entry.stored.is_away:
+                continue
+            if not entry.stored.start():
+                entry.stays = True
+                self.ledger.declined_bytes += entry.stored.nbytes
+
+    def _settle(self) -> None:
+        for entry in self._alive():
+            if not entry.stays and not entry.stored.is_away:
+                entry.stored.settle()
+                self.ledger.packed_bytes += entry.stored.nbytes
+
+    def _prefetch(self) -> None:
+        for entry in self._alive():
+            entry.stored.prefetch()
+
+    def _alive(self) -> list[_Entry]:
+        return [entry for entry in (ref() for ref in self._entries) if entry is not None]
+
+    def _is_worth_moving(self, tensor: torch.Tensor) -> bool:
+        if tensor.nbytes < MIN_BYTES or isinstance(tensor, torch.nn.Parameter):
+            return False
+        if isinstance(tensor._base, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
+            return False
+        if span_of(tensor) > SPARSE * tensor.numel():
+            return False
+        return self._skip is None or not self._skip(tensor)
+
+
+def _version_probe(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that shares `tensor`'s version counter."""
+    probe = tensor.detach()
+    with torch.no_grad(), _unsafe_preserve_version_counter(probe):
+        probe.set_()  # type: ignore[call-overload]
+    return probe

@@ -1,0 +1,105 @@
+"""Takes the tensors out of nested arguments, and puts others in their place.
+
+Torch's checkpoint makes only top-level positional tensors visible to saved-tensor hooks. A block's hidden state may
+just as well come as a keyword, in a tuple, in a dataclass or bound in a `functools.partial`; left there, it stays on
+the device and no hook ever sees it. So a call is taken apart into its tensors, which are then handed over one by one,
+and a frame.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    index: int
+
+
+class Frame:
+    """A nested value with numbered slots where its tensors were. It holds no tensor."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+
+    def fill(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The value again, with these tensors. Containers that held some are new; the rest is the same objects."""
+        return _fill(self._frame, tensors)
+
+
+def take_tensors(value: Any) -> tuple[list[torch.Tensor], Frame]:
+    """All tensors in `value`, in order, and the frame that they leave."""
+    tensors: list[torch.Tensor] = []
+    return tensors, Frame(_take(value, tensors))
+
+
+class _Container:
+    """A container that held tensors, taken apart: how to make it again, and from what."""
+
+    __slots__ = ("items", "make")
+
+    def __init__(self, make: Any, items: list[Any]) -> None:
+        self.make = make
+        self.items = items
+
+
+def _take(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    parts = _parts(value)
+    if parts is None:
+        return value
+    make, items = parts
+    before = len(tensors)
+    taken = [_take(item, tensors) for item in items]
+    return value if len(tensors) == before else _Container(make, taken)
+
+
+def _fill(frame: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    if type(frame) is _Slot:
+        return tensors[frame.index]
+    if type(frame) is _Container:
+        return frame.make([_fill(item, tensors) for item in frame.items])
+    return frame
+
+
+def _parts(value: Any) -> tuple[Any, list[Any]] | None:
+    """How to make a container from a list of its items, and the items; None for anything else."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, list(value)
+    if kind is dict:
+        keys = list(value)
+        return (lambda items: dict(zip(keys, items, strict=True))), list(value.values())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return (lambda items: kind(*items)), list(value)
+    if kind in _pytree.SUPPORTED_NODES:
+        node = _pytree.SUPPORTED_NODES[kind]
+        items, context = node.flatten_fn(value)
+        return (lambda items: node.unflatten_fn(items, context)), list(items)
+    is_instance_of_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return _dataclass_parts(value) if is_instance_of_dataclass else None
+
+
+def _dataclass_parts(value: Any) -> tuple[Any, list[Any]]:
+    """Copied shallowly and refilled, so that frozen classes and those with their own `__init__` work."""
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    empty = copy.copy(value)
+    for name in names:
+        object.__setattr__(empty, name, None)
+
+    def make(items: list[Any]) -> Any:
+        again = copy.copy(empty)
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(again, name, item)
+        return again
+
+    return make, [getattr(value, name) for name in names]

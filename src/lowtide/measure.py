@@ -1,0 +1,31 @@
+"""Ledgers: what really happened in a region, counted where it happens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class RegionLedger:
+    """The counts of one region since it was applied. Bytes are those of tensors that autograd saved at its boundary."""
+
+    name: str
+    forwards: int = 0
+    """Calls in training, with gradients on."""
+    recomputes: int = 0
+    """Times its forward was run again in backward."""
+    saved_bytes: int = 0
+    """Bytes that were saved; what regions share is counted once."""
+    movable_bytes: int = 0
+    """Those of them that a store could take: not small, not a parameter's."""
+    packed_bytes: int = 0
+    """Those of them that were moved to a store."""
+    restored_bytes: int = 0
+    """Bytes that were brought back in backward."""
+    declined_bytes: int = 0
+    """Bytes that a store had no room for."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Saved bytes that stayed on the device: shared, small, beyond a limit, or of the last region."""
+        return self.saved_bytes - self.packed_bytes

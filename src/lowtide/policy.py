@@ -1,0 +1,201 @@
+"""What should happen to a region's activations: a frozen value, with a string and a dict form.
+
+    none                            keep everything on the device
+    recompute                       keep a region's inputs, run its forward again in backward
+    recompute(every=2)              only every second region of a stack
+    offload                         keep what autograd saves, but in pinned host memory
+    recompute+offload               recompute, with the inputs in pinned host memory
+    recompute+offload(host=8GiB)    ... of which at most 8 GiB
+
+Regions can be told apart by their module name: `"recompute+offload; visual.*: recompute; *.layers.0: none"`. The last
+rule that fits a region wins. Words that people know from other libraries are understood; unknown ones are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lowtide.errors import InvalidValueError
+from lowtide.units import format_bytes, parse_bytes
+
+_WORDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "recompute": {"recompute": True},
+    "offload": {"offload": "host"},
+    # transformers, accelerate, torchtune
+    "gradient_checkpointing": {"recompute": True},
+    "activation_checkpointing": {"recompute": True},
+    "fsdp_activation_checkpointing": {"recompute": True},
+    "fsdp_activation_checkpointing_offload": {"recompute": True, "offload": "host"},
+    # TRL, axolotl, torchtune
+    "activation_offloading": {"offload": "host"},
+    "enable_activation_offloading": {"offload": "host"},
+    "hidden_states": {"recompute": True, "offload": "host"},
+    # DeepSpeed, Arctic, unsloth
+    "cpu_checkpointing": {"recompute": True, "offload": "host"},
+    "activation_checkpoint_cpu_offload": {"recompute": True, "offload": "host"},
+    "unsloth": {"recompute": True, "offload": "host"},
+}
+
+_NOT_YET = {"tile": "tiling", "tiled_mlp": "tiling", "tiled_mlp_compute": "tiling", "unsloth_tiled_mlp": "tiling"}
+
+_TERM = re.compile(r"(?P<word>[\w.]+)\s*(?:\((?P<settings>[^()]*)\))?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What should happen to a region's activations."""
+
+    recompute: bool = False
+    every: int = 1
+    """Recompute every n-th region of a stack, starting with the first; the others are left alone."""
+    offload: str | None = None
+    """`"host"`: pinned memory. None: the device."""
+    host_limit: int | None = None
+    """The most bytes of pinned memory; past it, tensors stay on the device and the report says so."""
+    overrides: tuple[tuple[str, Policy], ...] = ()
+    """Pairs of a glob on the region's module name and the policy for it; the last that fits wins."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise InvalidValueError(f"every must be 1 or more, got {self.every}")
+        if self.every > 1 and not self.recompute:
+            raise InvalidValueError("every says which regions are recomputed, so it needs recompute")
+        if self.offload not in (None, "host"):
+            raise InvalidValueError(_unknown(str(self.offload), ["host"], "place to offload to"))
+        if self.host_limit is not None and self.offload != "host":
+            raise InvalidValueError("host_limit needs offload to the host")
+        if self.host_limit is not None and self.host_limit < 0:
+            raise InvalidValueError(f"host_limit must not be negative, got {self.host_limit}")
+
+    @classmethod
+    def parse(cls, policy: Policy | str | Mapping[str, Any]) -> Policy:
+        """A policy from any of its forms."""
+        if isinstance(policy, Policy):
+            return policy
+        if isinstance(policy, str):
+            return _from_string(policy)
+        if isinstance(policy, Mapping):
+            return _from_mapping(policy)
+        raise InvalidValueError(f"a policy is a string, a dict or a Policy, not {type(policy).__name__}")
+
+    def for_region(self, name: str) -> Policy:
+        """The policy for the region with this module name, without overrides."""
+        chosen = dataclasses.replace(self, overrides=())
+        for pattern, policy in self.overrides:
+            if fnmatch.fnmatchcase(name, pattern):
+                chosen = policy
+        return chosen
+
+    @property
+    def is_none(self) -> bool:
+        return not self.recompute and self.offload is None
+
+    def __str__(self) -> str:
+        terms = []
+        if self.recompute:
+            terms.append("recompute" if self.every == 1 else f"recompute(every={self.every})")
+        if self.offload:
+            limit = "" if self.host_limit is None else f"(host={self.host_limit})"
+            terms.append(f"offload{limit}")
+        rules = [f"{pattern}: {policy}" for pattern, policy in self.overrides]
+        return "; ".join(["+".join(terms) or "none", *rules])
+
+    def describe(self) -> str:
+        """As `str`, with sizes for people."""
+        text = str(self)
+        return text if self.host_limit is None else text.replace(str(self.host_limit), format_bytes(self.host_limit))
+
+
+def _from_string(text: str) -> Policy:
+    default, *rules = (part.strip() for part in text.split(";"))
+    overrides = []
+    for rule in filter(None, rules):
+        pattern, colon, policy = rule.rpartition(":")
+        if not colon or not pattern.strip():
+            raise InvalidValueError(f"{rule!r} in policy {text!r} is no rule: write it like 'visual.*: recompute'")
+        overrides.append((pattern.strip(), Policy(**_terms(policy.strip(), text))))
+    return Policy(**_terms(default, text), overrides=tuple(overrides))
+
+
+def _terms(text: str, whole: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for part in re.split(r"\+(?![^(]*\))", text):
+        match = _TERM.fullmatch(part.strip())
+        if match is None:
+            raise InvalidValueError(f"{part.strip()!r} in policy {whole!r} is not a word or word(setting=value)")
+        fields |= _meaning(match["word"])
+        for setting in filter(None, (s.strip() for s in (match["settings"] or "").split(","))):
+            fields |= _setting(match["word"], setting, whole)
+    return fields
+
+
+def _meaning(word: str) -> dict[str, Any]:
+    if word in _NOT_YET:
+        raise InvalidValueError(f"{word!r}: {_NOT_YET[word]} is not in this version of Lowtide")
+    if word not in _WORDS:
+        raise InvalidValueError(_unknown(word, list(_WORDS), "word of a policy"))
+    return dict(_WORDS[word])
+
+
+def _setting(word: str, setting: str, whole: str) -> dict[str, Any]:
+    name, _, value = (part.strip() for part in setting.partition("="))
+    if _WORDS[word].get("recompute") and name in ("every", "every_n_layers"):
+        if not value.isdigit():
+            raise InvalidValueError(f"{name} in policy {whole!r} must be a whole number, got {value!r}")
+        return {"every": int(value)}
+    if _WORDS[word].get("offload") and name == "host":
+        return {"host_limit": parse_bytes(value)} if value else {}
+    if _WORDS[word].get("offload") and name == "disk":
+        raise InvalidValueError(f"{setting!r} in policy {whole!r}: the disk tier is not in this version of Lowtide")
+    known = [n for n, f in (("every", "recompute"), ("host", "offload")) if _WORDS[word].get(f)]
+    raise InvalidValueError(f"policy {whole!r}: {_unknown(name, known, f'setting of {word}')}")
+
+
+def _from_mapping(mapping: Mapping[str, Any]) -> Policy:
+    """Own field names, or the keywords that people pass to other libraries."""
+    fields: dict[str, Any] = {}
+    known = [field.name for field in dataclasses.fields(Policy)]
+    for key, value in mapping.items():
+        if key == "overrides":
+            rules = value.items() if isinstance(value, Mapping) else value
+            fields[key] = tuple((pattern, Policy.parse(policy)) for pattern, policy in rules)
+        elif key == "offload":
+            fields["offload"] = {True: "host", False: None}.get(value, value) if isinstance(value, bool) else value
+        elif key == "host_limit":
+            fields[key] = None if value is None else parse_bytes(value)
+        elif key in known:
+            fields[key] = value
+        elif key == "gradient_checkpointing_kwargs":
+            fields |= _checkpointing_kwargs(value)
+        elif key in _WORDS and isinstance(value, bool):
+            fields |= _meaning(key) if value else {}
+        else:
+            raise InvalidValueError(_unknown(key, [*known, *_WORDS], "setting of a policy"))
+    return Policy(**fields)
+
+
+def _checkpointing_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' `gradient_checkpointing_kwargs`. `use_reentrant` is answered by one engine, whatever it says."""
+    fields: dict[str, Any] = {"recompute": True}
+    for key, value in kwargs.items():
+        if key == "every_n_layers":
+            fields["every"] = value
+        elif key == "offload":
+            fields["offload"] = "host" if value else None
+        elif key != "use_reentrant":
+            raise InvalidValueError(
+                _unknown(key, ["use_reentrant", "every_n_layers", "offload"], "checkpointing setting")
+            )
+    return fields
+
+
+def _unknown(word: str, known: list[str], what: str) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"{word!r} is no {what}; {hint}"

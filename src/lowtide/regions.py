@@ -1,0 +1,136 @@
+"""Finds the blocks of a model: the units that are recomputed or offloaded as a whole.
+
+A region is, in this order: what the user names; a layer that transformers marks as one
+(`GradientCheckpointingLayer`); a block of a stack, that is, of a container with two or more blocks of the same class.
+Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better regions.
+Nothing is asked of the model: no flag, no base class, no list of names.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import fnmatch
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lowtide.errors import NoRegionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Selector = type[nn.Module] | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A module whose activations are handled as a whole."""
+
+    name: str
+    module: nn.Module
+    index: int
+    """Its place in its stack."""
+
+
+def find_regions(model: nn.Module, select: Sequence[Selector] | None = None) -> list[Region]:
+    """The regions of a model in the order of its modules. Raises `NoRegionError` if there is none."""
+    found = list(_selected(model, select)) if select is not None else [*_marked(model), *_stacked(model)]
+    if not found:
+        raise NoRegionError(_nothing_found(model, select))
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    return _numbered(sorted(found, key=lambda pair: order[pair[0]]))
+
+
+def _numbered(found: list[tuple[str, nn.Module]]) -> list[Region]:
+    counts: collections.Counter[str] = collections.Counter()
+    regions = []
+    for name, module in found:
+        stack = name.rpartition(".")[0]
+        regions.append(Region(name, module, counts[stack]))
+        counts[stack] += 1
+    return regions
+
+
+def _selected(model: nn.Module, select: Sequence[Selector]) -> Iterator[tuple[str, nn.Module]]:
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if name and not _is_within(name, taken) and any(_fits(name, module, selector) for selector in select):
+            taken.append(name)
+            yield name, module
+
+
+def _fits(name: str, module: nn.Module, selector: Selector) -> bool:
+    if isinstance(selector, str):
+        return fnmatch.fnmatchcase(name, selector) or type(module).__name__ == selector
+    return isinstance(module, selector)
+
+
+def _marked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if name and _is_marked(module) and not _is_within(name, taken):
+            taken.append(name)
+            yield name, module
+
+
+def _is_marked(module: nn.Module) -> bool:
+    """Looked up by name, so that transformers need not be imported."""
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+
+
+def _is_within(name: str, parents: list[str]) -> bool:
+    return any(name.startswith(f"{parent}.") for parent in parents)
+
+
+def _stacked(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Blocks of stacks in those parts of the model that have no marked layer."""
+    blocks = _blocks(model)
+    if blocks and _are_alike(blocks):
+        yield from ((f"{prefix}{name}", block) for name, block in blocks)
+        return
+    inside = [
+        found
+        for name, child in model.named_children()
+        if not _is_marked(child)
+        for found in _stacked(child, f"{prefix}{name}.")
+    ]
+    if blocks and not inside and not any(_is_marked(module) for module in model.modules()):
+        inside = [(f"{prefix}{name}", block) for name, block in blocks]
+    yield from inside
+
+
+def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a stack: children with parts and parameters of their own, two of them of one class."""
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return []
+    blocks = [(name, child) for name, child in container.named_children() if _is_block(child)]
+    classes = collections.Counter(type(block) for _, block in blocks)
+    return blocks if classes and max(classes.values()) > 1 else []
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False  # never called
+    has_parts = any(True for _ in module.children())
+    return has_parts and not _is_marked(module) and any(True for _ in module.parameters())
+
+
+def _are_alike(blocks: list[tuple[str, nn.Module]]) -> bool:
+    """Whether most blocks have a twin: the same class and the same shapes of parameters."""
+    forms = collections.Counter(
+        (type(block), tuple(tuple(parameter.shape) for parameter in block.parameters())) for _, block in blocks
+    )
+    with_twin = sum(count for count in forms.values() if count > 1)
+    return 2 * with_twin > len(blocks)
+
+
+def _nothing_found(model: nn.Module, select: Sequence[Selector] | None) -> str:
+    kind = type(model).__name__
+    if select is not None:
+        wanted = ", ".join(s if isinstance(s, str) else s.__name__ for s in select)
+        return f"no module of {kind} fits {wanted}: give class names, classes or globs on module names"
+    return (
+        f"{kind} has no stack of repeated blocks to recompute or offload: name its blocks with "
+        'regions=["encoder.layer.*"] (globs on module names, class names or classes)'
+    )

@@ -1,0 +1,71 @@
+"""What a store is: it takes a tensor and gives back an object that the autograd graph owns.
+
+The store keeps no list of what it holds. A `Stored` dies with the graph that it belongs to, and returns its bytes
+then; so two forwards before a backward, `retain_graph`, a skipped backward and exceptions need no bookkeeping.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Stored(abc.ABC):
+    """One tensor in a store."""
+
+    nbytes: int
+    """Bytes that leave the device."""
+
+    @abc.abstractmethod
+    def start(self) -> bool:
+        """Begin to move the bytes away. Until then the tensor itself is held. False: there is no room, it stays."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Give the device memory back: the stream that owns it waits for the copy, the host does not."""
+
+    @abc.abstractmethod
+    def prefetch(self) -> None:
+        """Begin to bring the bytes back, because they will be needed next."""
+
+    @abc.abstractmethod
+    def get(self) -> torch.Tensor:
+        """The tensor, ready for the current stream. The store holds no reference to what it returns."""
+
+    @property
+    @abc.abstractmethod
+    def is_away(self) -> bool:
+        """Whether the device memory has been given back."""
+
+
+class Store(abc.ABC):
+    """A place for saved tensors, with its limits."""
+
+    name: str
+
+    @abc.abstractmethod
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise if this store can do nothing for a tensor of this kind, wherever it comes from."""
+
+    @abc.abstractmethod
+    def put(self, tensor: torch.Tensor) -> Stored:
+        """Take a tensor. Nothing moves yet."""
+
+    @property
+    @abc.abstractmethod
+    def bytes_used(self) -> int:
+        """Bytes held now."""
+
+    @property
+    @abc.abstractmethod
+    def peak_bytes(self) -> int:
+        """The most bytes ever held."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} holds memory and streams of this process and cannot be pickled: "
+            "pickle the policy, and apply it again in the other process"
+        )

@@ -1,0 +1,187 @@
+"""The host tier: saved tensors wait in pinned memory, and the copies overlap with compute.
+
+Two side streams per device carry the copies, one each way. All device memory belongs to the compute stream, asked for
+at each use: a side stream waits for it before a copy, and it waits for the copy before memory is used or given back.
+Nothing needs `record_stream`, and the host never waits.
+
+[Note: raw spans] A tensor is moved as the raw bytes between its first and its last element and comes back with its own
+sizes and strides over them. So expanded tensors cost what they hold, transposed ones keep their layout (and with it the
+kernels' bits), and every copy is contiguous, which is what makes it asynchronous.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lowtide.errors import OffloadError
+from lowtide.stores.base import Store, Stored
+from lowtide.stores.slabs import SlabPool
+from lowtide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lowtide.stores.slabs import Piece
+
+
+class _Lanes(NamedTuple):
+    """The side streams of one device."""
+
+    to_host: torch.Stream
+    to_device: torch.Stream
+
+
+class HostStore(Store):
+    """Pinned host memory up to `limit` (bytes, or a string such as `"8GiB"`; None: no limit)."""
+
+    name = "host"
+
+    def __init__(self, limit: int | str | None = None) -> None:
+        self._pool = SlabPool(None if limit is None else parse_bytes(limit))
+        self._lock = threading.Lock()
+        self._lanes: dict[torch.device, _Lanes] = {}
+
+    def check(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            raise OffloadError(
+                "offload to the host was asked for a model on the CPU: its activations are in host memory already, so "
+                "nothing would be freed. Use recompute alone, or the disk tier"
+            )
+
+    def put(self, tensor: torch.Tensor) -> Stored:
+        return _HostStored(self, tensor)
+
+    @property
+    def bytes_used(self) -> int:
+        with self._lock:
+            return self._pool.used
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._pool.peak
+
+    def take(self, size: int) -> list[Piece] | None:
+        with self._lock:
+            return self._pool.take(size)
+
+    def give_back(self, pieces: list[Piece]) -> None:
+        """Safe in destructors: it waits for no lock. If another thread has it, that one's next call does the rest."""
+        self._pool.give_back(pieces)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._pool.collect()
+            finally:
+                self._lock.release()
+
+    def lanes(self, device: torch.device) -> _Lanes:
+        with self._lock:
+            if device not in self._lanes:
+                self._lanes[device] = _Lanes(torch.Stream(device=device), torch.Stream(device=device))
+            return self._lanes[device]
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """Elements between the first and the last one, both included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class _Arriving(NamedTuple):
+    """A copy back to the device."""
+
+    raw: torch.Tensor
+    done: torch.Event
+    owner: torch.Stream
+
+
+class _HostStored(Stored):
+    """Held on the device, in flight, away, or on its way back."""
+
+    def __init__(self, store: HostStore, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        span = span_of(tensor)
+        self._store = store
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._raw: torch.Tensor | None = tensor.as_strided((span,), (1,), tensor.storage_offset())
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._owner = torch.accelerator.current_stream(tensor.device)
+        self._pieces: list[Piece] = []
+        self._copied: torch.Event | None = None
+        self._arriving: _Arriving | None = None
+        self.nbytes = span * tensor.element_size()
+
+    @property
+    def is_away(self) -> bool:
+        return self._raw is None
+
+    @torch.no_grad()
+    def start(self) -> bool:
+        if self._copied is not None or self._raw is None:
+            return True
+        pieces = self._store.take(self.nbytes)
+        if pieces is None:
+            return False
+        self._pieces = pieces
+        lane, back = self._store.lanes(self._device)
+        lane.wait_stream(self._owner)
+        lane.wait_stream(back)  # the pieces may be those that a copy back still reads
+        with lane:
+            for host, device in self._parts(self._raw):
+                host.copy_(device, non_blocking=True)
+        self._copied = lane.record_event()
+        return True
+
+    def settle(self) -> None:
+        if self._copied is not None and self._raw is not None:
+            self._owner.wait_event(self._copied)
+            self._raw = None
+
+    def prefetch(self) -> None:
+        if self._raw is None and self._arriving is None:
+            self._arriving = self._fetch()
+
+    def get(self) -> torch.Tensor:
+        raw = self._raw if self._raw is not None else self._arrived()
+        return raw.as_strided(self._shape, self._stride, raw.storage_offset())
+
+    def _arrived(self) -> torch.Tensor:
+        raw, done, owner = self._arriving or self._fetch()
+        self._arriving = None
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(done)
+        if current != owner:  # allocated while another stream was current
+            owner.wait_event(done)
+            raw.record_stream(current)
+        return raw
+
+    @torch.no_grad()
+    def _fetch(self) -> _Arriving:
+        owner = torch.accelerator.current_stream(self._device)
+        lane = self._store.lanes(self._device).to_device
+        raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
+        lane.wait_stream(owner)  # the memory may be that of a kernel which still runs
+        lane.wait_event(self._copied)  # type: ignore[arg-type]  # it is away, so it was copied
+        with lane:
+            for host, device in self._parts(raw):
+                device.copy_(host, non_blocking=True)
+        return _Arriving(raw, lane.record_event(), owner)
+
+    def _parts(self, raw: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The pieces of pinned memory, each with its part of the device's bytes."""
+        everything = raw.view(torch.uint8)
+        position = 0
+        for piece in self._pieces:
+            count = min(piece.end - piece.start, self.nbytes - position)
+            yield piece.bytes(count), everything[position : position + count]
+            position += count
+
+    def __del__(self) -> None:
+        """The graph died. Device memory under a copy is given back in order; so are the pieces."""
+        self.settle()
+        if self._arriving is not None:
+            self._arriving.owner.wait_event(self._arriving.done)
+        self._store.give_back(self._pieces)

@@ -1,0 +1,142 @@
+"""A bounded pool of pinned memory, cut out of slabs.
+
+Torch's host allocator rounds every block to a power of two, which can double the memory that offload takes. So the
+pool asks for slabs of one power-of-two size and cuts them itself: a large tensor is spread over several slabs, and
+small ones share one. A slab goes back to torch (which caches it) when nothing in it is used.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALIGNMENT = 4096  # a page: buffers that share none can be told apart by page protection
+SLAB_BYTES = 64 * 1024**2
+
+
+@dataclasses.dataclass(eq=False)
+class _Slab:
+    memory: torch.Tensor
+    free: list[tuple[int, int]]  # (start, end), sorted, never touching
+
+    @property
+    def is_empty(self) -> bool:
+        return self.free == [(0, self.memory.numel())]
+
+    def cut(self, size: int) -> int | None:
+        """The start of `size` free bytes, first fit."""
+        for position, (start, end) in enumerate(self.free):
+            if end - start >= size:
+                self.free[position : position + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        return None
+
+    def give_back(self, start: int, end: int) -> None:
+        merged = []
+        for other_start, other_end in self.free:
+            if other_end == start:
+                start = other_start
+            elif other_start == end:
+                end = other_end
+            else:
+                merged.append((other_start, other_end))
+        self.free = sorted([*merged, (start, end)])
+
+
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """A cut of a slab."""
+
+    slab: _Slab
+    start: int
+    end: int
+
+    def bytes(self, count: int) -> torch.Tensor:
+        """Its first `count` bytes."""
+        return self.slab.memory[self.start : self.start + count]
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class SlabPool:
+    """Hands out pieces of pinned memory up to a limit in bytes; None means no limit.
+
+    Not thread-safe: its owner locks. Only `give_back` may be called from anywhere, also from a destructor.
+    """
+
+    def __init__(
+        self, limit: int | None = None, slab_bytes: int = SLAB_BYTES, allocate: Callable[[int], torch.Tensor] = _pinned
+    ) -> None:
+        if limit is not None and limit < 0:
+            raise InvalidValueError(f"the limit of a host store must not be negative, got {limit}")
+        self._limit = limit
+        self._slab_bytes = slab_bytes if limit is None else min(slab_bytes, max(limit, ALIGNMENT))
+        self._allocate = allocate
+        self._slabs: list[_Slab] = []
+        self._returned: collections.deque[Piece] = collections.deque()
+        self._used = 0
+        self.peak = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes in pieces that are out."""
+        self.collect()
+        return self._used
+
+    @property
+    def reserved(self) -> int:
+        """Bytes in slabs."""
+        self.collect()
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    def take(self, size: int) -> list[Piece] | None:
+        """Pieces that hold `size` bytes together, or nothing if the limit does not allow it."""
+        self.collect()
+        pieces: list[Piece] = []
+        while size > 0:
+            part = min(size, self._slab_bytes)
+            piece = self._cut(-(-part // ALIGNMENT) * ALIGNMENT)
+            if piece is None:
+                self.give_back(pieces)
+                return None
+            pieces.append(piece)
+            self._used += piece.end - piece.start
+            size -= part
+        self.peak = max(self.peak, self._used)
+        return pieces
+
+    def give_back(self, pieces: list[Piece]) -> None:
+        """Return pieces; they are put in order at the next call."""
+        self._returned.extend(pieces)
+
+    def _cut(self, size: int) -> Piece | None:
+        for slab in self._slabs:
+            start = slab.cut(size)
+            if start is not None:
+                return Piece(slab, start, start + size)
+        length = max(self._slab_bytes, size)
+        if self._limit is not None and sum(s.memory.numel() for s in self._slabs) + length > self._limit:
+            return None
+        slab = _Slab(self._allocate(length), [(size, length)] if length > size else [])
+        self._slabs.append(slab)
+        return Piece(slab, 0, size)
+
+    def collect(self) -> None:
+        """Put returned pieces in order, and let go of empty slabs."""
+        if not self._returned:
+            return
+        while self._returned:
+            piece = self._returned.popleft()
+            piece.slab.give_back(piece.start, piece.end)
+            self._used -= piece.end - piece.start
+        self._slabs = [slab for slab in self._slabs if not slab.is_empty]

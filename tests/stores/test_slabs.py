@@ -1,0 +1,73 @@
+"""The slab pool: pieces never overlap, the limit holds, empty slabs go."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.stores.slabs import ALIGNMENT, SlabPool
+
+SLAB = 8 * ALIGNMENT
+
+
+def pool(limit: int | None = None) -> SlabPool:
+    return SlabPool(limit, slab_bytes=SLAB, allocate=lambda size: torch.empty(size, dtype=torch.uint8))
+
+
+def test_small_pieces_share_a_slab():
+    slabs = pool()
+    taken = [slabs.take(100) for _ in range(8)]
+    assert slabs.reserved == SLAB
+    assert slabs.used == 8 * ALIGNMENT
+    assert all(len(pieces) == 1 for pieces in taken)
+
+
+def test_a_large_request_is_spread_over_slabs_without_rounding_it_up():
+    slabs = pool()
+    pieces = slabs.take(5 * SLAB + 1)
+    assert slabs.used == 5 * SLAB + ALIGNMENT
+    assert slabs.reserved == 6 * SLAB
+    assert sum(piece.end - piece.start for piece in pieces) >= 5 * SLAB + 1
+
+
+def test_returned_pieces_are_used_again_and_empty_slabs_go():
+    slabs = pool()
+    first, second = slabs.take(SLAB), slabs.take(ALIGNMENT)
+    slabs.give_back(first)
+    assert slabs.reserved == SLAB
+    slabs.give_back(second)
+    assert (slabs.used, slabs.reserved) == (0, 0)
+    assert slabs.peak == SLAB + ALIGNMENT
+
+
+def test_the_limit_counts_whole_slabs_and_a_refusal_changes_nothing():
+    slabs = pool(limit=2 * SLAB)
+    assert slabs.take(3 * SLAB) is None
+    assert (slabs.used, slabs.reserved) == (0, 0)
+    assert slabs.take(2 * SLAB) is not None
+    assert slabs.take(1) is None
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_limit_below_a_page_takes_nothing(limit):
+    assert pool(limit).take(1) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 3 * SLAB), st.integers(-5, -1)), max_size=40))
+def test_pieces_never_overlap(requests):
+    """A positive number takes as many bytes, a negative one gives an older request back."""
+    slabs, out = pool(), []
+    for request in requests:
+        if request > 0:
+            out.append(slabs.take(request))
+        elif len(out) >= -request:
+            slabs.give_back(out.pop(request))
+        spans = sorted((id(p.slab), p.start, p.end) for pieces in out for p in pieces)
+        for (slab, _, end), (next_slab, start, _) in itertools.pairwise(spans):
+            assert slab != next_slab or end <= start
+        assert slabs.used == sum(p.end - p.start for pieces in out for p in pieces)

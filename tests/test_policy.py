@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowtide import Policy
+from lowtide.errors import InvalidValueError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", Policy()),
+        ("recompute", Policy(recompute=True)),
+        ("recompute(every=2)", Policy(recompute=True, every=2)),
+        ("offload", Policy(offload="host")),
+        ("recompute + offload", Policy(recompute=True, offload="host")),
+        ("recompute+offload(host=8GiB)", Policy(recompute=True, offload="host", host_limit=8 * 1024**3)),
+        ("gradient_checkpointing", Policy(recompute=True)),
+        ("gradient_checkpointing(every_n_layers=3)", Policy(recompute=True, every=3)),
+        ("unsloth", Policy(recompute=True, offload="host")),
+        ("activation_offloading", Policy(offload="host")),
+        ("cpu_checkpointing", Policy(recompute=True, offload="host")),
+    ],
+)
+def test_strings(text, expected):
+    assert Policy.parse(text) == expected
+    assert Policy.parse(str(expected)) == expected, "it prints what it parses"
+
+
+def test_rules_for_regions():
+    policy = Policy.parse("recompute+offload; visual.*: recompute; *.layers.0: none")
+    assert policy.for_region("model.layers.3") == Policy(recompute=True, offload="host")
+    assert policy.for_region("visual.blocks.1") == Policy(recompute=True)
+    assert policy.for_region("model.layers.0").is_none
+    assert Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ({"recompute": True, "offload": True}, Policy(recompute=True, offload="host")),
+        ({"recompute": True, "offload": "host", "host_limit": "1GiB"}, "recompute+offload(host=1GiB)"),
+        ({"gradient_checkpointing": True}, "recompute"),
+        ({"gradient_checkpointing": False}, "none"),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True, "every_n_layers": 2, "offload": True}},
+            "recompute(every=2)+offload",
+        ),
+        ({"recompute": True, "overrides": {"visual.*": "none"}}, "recompute; visual.*: none"),
+    ],
+)
+def test_dicts(mapping, expected):
+    assert Policy.parse(mapping) == Policy.parse(expected)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("recomputee", "did you mean 'recompute'"),
+        ("offlod", "did you mean 'offload'"),
+        ("recompute(evry=2)", "did you mean 'every'"),
+        ("recompute(every=two)", "whole number"),
+        ("recompute(every=0)", "1 or more"),
+        ("offload(every=2)", "known: host"),
+        ("offload(disk=/scratch)", "disk tier is not in this version"),
+        ("tile", "not in this version"),
+        ("recompute, offload", "is not a word"),
+        ("recompute; visual", "is no rule"),
+        ({"recompote": True}, "did you mean 'recompute'"),
+        ({"gradient_checkpointing_kwargs": {"offlaod": True}}, "did you mean 'offload'"),
+        ({"offload": "disk"}, "known: host"),
+        ({"host_limit": 5}, "needs offload"),
+        ({"every": 2}, "needs recompute"),
+        ({"recompute": True, "offload": "host", "host_limit": -1}, "negative"),
+        (7, "not int"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_a_hint(bad, says):
+    with pytest.raises(InvalidValueError, match=says):
+        Policy.parse(bad)
+
+
+def test_a_policy_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Policy().recompute = True

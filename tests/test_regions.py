@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lowtide.errors import NoRegionError
+from lowtide.regions import find_regions
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, experts: int = 0) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.Linear(width, width), nn.Sequential(nn.Linear(width, width), nn.GELU())
+        if experts:
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(experts))
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """Stands for transformers' class, which is recognised by name."""
+
+
+class Marked(GradientCheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Block(), Block()])
+
+
+def stack(count: int, **options) -> nn.ModuleList:
+    return nn.ModuleList(Block(**options) for _ in range(count))
+
+
+def names(model: nn.Module, select=None) -> list[str]:
+    return [region.name for region in find_regions(model, select)]
+
+
+def test_a_plain_stack():
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 8), "layers": stack(3), "head": nn.Linear(8, 4)})
+    assert names(model) == ["layers.0", "layers.1", "layers.2"]
+    assert [region.index for region in find_regions(model)] == [0, 1, 2]
+
+
+def test_a_sequential_is_a_stack_too():
+    assert names(nn.Sequential(Block(), Block())) == ["0", "1"]
+
+
+def test_two_towers():
+    model = nn.ModuleDict({"vision": nn.ModuleDict({"blocks": stack(2)}), "text": nn.ModuleDict({"layers": stack(2)})})
+    assert names(model) == ["vision.blocks.0", "vision.blocks.1", "text.layers.0", "text.layers.1"]
+    assert [region.index for region in find_regions(model)] == [0, 1, 0, 1]
+
+
+def test_stages_of_different_width_are_looked_into():
+    stages = nn.ModuleList(nn.ModuleDict({"blocks": stack(2, width=width)}) for width in (8, 16, 32))
+    assert names(stages) == [f"{stage}.blocks.{block}" for stage in range(3) for block in range(2)]
+
+
+def test_stages_without_stacks_inside_are_regions_themselves():
+    assert names(nn.ModuleList([Block(8), Block(16), Block(32)])) == ["0", "1", "2"]
+
+
+def test_experts_are_not_regions():
+    assert names(nn.ModuleDict({"layers": stack(2, experts=4)})) == ["layers.0", "layers.1"]
+
+
+def test_marked_layers_are_regions_and_what_is_inside_them_is_not():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Marked(), Marked()])})
+    assert names(model) == ["layers.0", "layers.1"]
+
+
+def test_a_tower_without_marked_layers_is_found_beside_one_that_has_them():
+    model = nn.ModuleDict({"vision": stack(2), "text": nn.ModuleList([Marked(), Marked()])})
+    assert names(model) == ["vision.0", "vision.1", "text.0", "text.1"]
+
+
+@pytest.mark.parametrize("select", [["layers.*.attention"], [nn.Linear], ["Linear"]])
+def test_users_name_regions(select):
+    model = nn.ModuleDict({"layers": stack(2)})
+    assert "layers.0.attention" in names(model, select)
+
+
+def test_nested_choices_take_the_outer_one():
+    model = nn.ModuleDict({"layers": stack(2)})
+    assert names(model, ["layers.*"]) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("model", "select", "says"),
+    [
+        (nn.Linear(3, 3), None, "name its blocks"),
+        (nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3)), None, "Sequential has no stack"),
+        (nn.ModuleDict({"layers": stack(2)}), ["blocks.*"], "fits blocks"),
+    ],
+)
+def test_no_region_is_an_error(model, select, says):
+    with pytest.raises(NoRegionError, match=says):
+        find_regions(model, select)
