@@ -1,4 +1,4 @@
-"""`lowtide.apply` on real transformers models with tiny configs and random weights: exact, active, with and without LoRA."""
+"""`lowtide.apply` on real transformers models, tiny and with random weights: exact, active, with and without LoRA."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ def zamba2():
         use_mem_rope=False,
         chunk_size=16,
     )
-    return transformers.Zamba2ForCausalLM(config), language()
+    return transformers.Zamba2ForCausalLM(config), language() | {"use_cache": False}  # a cache takes another path
 
 
 def xlstm():
-    config = transformers.xLSTMConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=3, num_heads=4, chunk_size=16, mode="train"
-    )
-    return transformers.xLSTMForCausalLM(config), language()
+    config = transformers.xLSTMConfig(vocab_size=128, hidden_size=128, num_hidden_layers=3, num_heads=4, mode="train")
+    tokens = ids(config.chunk_size)
+    return transformers.xLSTMForCausalLM(config), {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
 def t5():
     config = transformers.T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4)
+    config.decoder_start_token_id = 0
     return transformers.T5ForConditionalGeneration(config), {"input_ids": ids(), "labels": ids(16)}
 
 
@@ -143,7 +143,7 @@ def swiftformer():
 def llama4_vision():
     """Its layers get their hidden state as a keyword: transformers' own offload packs none of them."""
     config = transformers.Llama4VisionConfig(
-        **VIT,
+        **VIT | {"intermediate_size": 128},
         projector_input_dim=32,
         projector_output_dim=32,
         vision_output_dim=32,
@@ -155,11 +155,11 @@ def llama4_vision():
 def clvp():
     """Does not support gradient checkpointing at all."""
     sub = {
-        "hidden_size": 32,
+        "hidden_size": 128,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 128,
+        "num_attention_heads": 2,
+        "vocab_size": 300,
         "projection_dim": 16,
     }
     decoder = sub | {"n_inner": 64, "feature_size": 16, "max_text_tokens": 64, "max_position_embeddings": 64}
@@ -244,12 +244,12 @@ def test_gradients_are_bit_identical_and_every_region_is_recomputed(sim, build, 
     assert ours.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(ours[name], expected[name])]
     assert not different
-    assert len(report.regions) >= 3
-    ran = [region for region in report.regions if region.forwards]
-    assert ran
-    assert all(region.recomputes == region.forwards for region in ran)
+    assert len(report.regions) >= 2
+    trained = [region for region in report.regions if any(name.startswith(f"{region.name}.") for name in expected)]
+    assert len(trained) >= 2
+    assert all(region.recomputes == region.forwards > 0 for region in trained)
     if policy == "recompute+offload":
-        assert sum(region.packed_bytes for region in ran) > 0
+        assert sum(region.packed_bytes for region in trained) > 0
     assert simdevice.violations() == []
 
 

@@ -97,6 +97,12 @@ def test_mixing_devices_is_refused_as_on_a_gpu(sim):
     assert torch.arange(4, device=sim)[torch.tensor([True, False, True, False])].tolist() == [0, 2]
 
 
+def test_histograms_of_integers_work_as_on_a_gpu(sim):
+    counts = torch.histc(torch.tensor([0, 1, 1, 3], device=sim, dtype=torch.int32), bins=4, min=0, max=3)
+    assert counts.tolist() == [1, 2, 0, 1]
+    assert counts.dtype == torch.int32
+
+
 def test_nothing_is_copied_over_the_link_by_kernels(sim):
     from lowtide import simdevice
 

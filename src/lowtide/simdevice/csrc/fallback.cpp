@@ -2,6 +2,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/library.h>
 
@@ -180,6 +181,17 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return results;
 }
 
+// Histograms of integers: CUDA has them, the CPU does not, and mixture-of-experts models count their tokens with them.
+at::Tensor histc(const at::Tensor& input, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  Launch launch("aten::histc");
+  at::Tensor cpu = launch.cpu(input);
+  const bool whole = !cpu.is_floating_point();
+  at::Tensor counts = at::histc(whole ? cpu.to(at::kDouble) : cpu, bins, min, max);
+  at::Tensor result = launch.sim(whole ? counts.to(cpu.scalar_type()) : counts);
+  launch.finish(/*flops=*/0);
+  return result;
+}
+
 auto on_cpu() { return torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>(); }
 
 }  // namespace
@@ -189,6 +201,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(on_cpu()); }
 // Without this, a new backend gets torch's decompositions of these: many kernels where CUDA has one.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
+  m.impl("histc", histc);
   for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward",
                            "native_channel_shuffle", "addr", "addr.out", "_stack", "_stack.out"})
     m.impl(name, on_cpu());
