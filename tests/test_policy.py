@@ -49,6 +49,10 @@ def test_rules_for_regions():
             "recompute(every=2)+offload",
         ),
         ({"recompute": True, "overrides": {"visual.*": "none"}}, "recompute; visual.*: none"),
+        ({"activation_offloading": True}, "offload"),
+        ({"activation_offloading": "hidden_states"}, "recompute+offload"),
+        ({"use_gradient_checkpointing": "unsloth"}, "recompute+offload"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True, "profile": False}}, "recompute+offload"),
     ],
 )
 def test_dicts(mapping, expected):
@@ -71,6 +75,8 @@ def test_dicts(mapping, expected):
         ({"recompote": True}, "did you mean 'recompute'"),
         ({"gradient_checkpointing_kwargs": {"offlaod": True}}, "did you mean 'offload'"),
         ({"offload": "disk"}, "known: host"),
+        ({"activation_offloading": "disk"}, "is no value of activation_offloading"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "cannot be honoured"),
         ({"host_limit": 5}, "needs offload"),
         ({"every": 2}, "needs recompute"),
         ({"recompute": True, "offload": "host", "host_limit": -1}, "negative"),

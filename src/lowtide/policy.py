@@ -175,9 +175,34 @@ def _from_mapping(mapping: Mapping[str, Any]) -> Policy:
             fields |= _checkpointing_kwargs(value)
         elif key in _WORDS and isinstance(value, bool):
             fields |= _meaning(key) if value else {}
+        elif key == "activation_checkpointing" and isinstance(value, Mapping):
+            fields |= _deepspeed_block(value)
+        elif key in _CHOICES:
+            fields |= _choice(key, value)
         else:
             raise InvalidValueError(_unknown(key, [*known, *_WORDS], "setting of a policy"))
     return Policy(**fields)
+
+
+_CHOICES: dict[str, dict[Any, str]] = {
+    "activation_offloading": {"legacy": "recompute+offload", "hidden_states": "recompute+offload"},  # axolotl
+    "use_gradient_checkpointing": {True: "recompute", False: "none", "unsloth": "recompute+offload"},  # unsloth
+}
+
+
+def _choice(key: str, value: Any) -> dict[str, Any]:
+    if value not in _CHOICES[key]:
+        raise InvalidValueError(_unknown(str(value), [str(known) for known in _CHOICES[key]], f"value of {key}"))
+    return _terms(_CHOICES[key][value], value)
+
+
+def _deepspeed_block(block: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's `activation_checkpointing`: what is switched on is honoured or refused."""
+    on = [key for key, value in block.items() if value]
+    refused = [key for key in on if key != "cpu_checkpointing"]
+    if refused:
+        raise InvalidValueError(f"activation_checkpointing: {', '.join(refused)} cannot be honoured: switch it off")
+    return _meaning("cpu_checkpointing" if on else "recompute")
 
 
 def _checkpointing_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class Applied:
             regions=[RegionReport.of(ledger, str(policy)) for ledger, policy in self._ledgers],
             host_bytes=self._store.bytes_used if self._store else 0,
             peak_host_bytes=self._store.peak_bytes if self._store else 0,
+            seconds_waited=self._store.seconds_waited if self._store else 0.0,
         )
 
     def remove(self) -> None:

@@ -43,6 +43,8 @@ class Report:
     regions: list[RegionReport]
     host_bytes: int
     peak_host_bytes: int
+    seconds_waited: float
+    """How long compute waited for copies."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -62,7 +64,8 @@ class Report:
             )
         declined = sum(region.declined_bytes for region in self.regions)
         lines.append(
-            f"  host memory {format_bytes(self.host_bytes)} now, {format_bytes(self.peak_host_bytes)} at the peak"
+            f"  host memory {format_bytes(self.host_bytes)} now, {format_bytes(self.peak_host_bytes)} at the peak; "
+            f"compute waited {self.seconds_waited * 1e3:.1f} ms for copies"
         )
         if declined:
             lines.append(f"  {format_bytes(declined)} found no room in host memory and stayed on the device")

@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from lowtide.checkpointing.saving import Schedule
+from lowtide.checkpointing.selective import with_offload
 from lowtide.checkpointing.slots import Frame, take_tensors
 from lowtide.errors import InvalidValueError
 from lowtide.measure import RegionLedger
@@ -41,10 +42,16 @@ def checkpoint(
     backward, whether they come positionally, as keywords, nested in containers or dataclasses, or bound in a
     `functools.partial`.
 
+    A selective policy (`context_fn`) that asks for CPU offload gets it: torch's eager mode would recompute instead.
+
     One store serves many calls: pass the same one (or its `Schedule`) to all regions of a model, and copies overlap.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    ledger = RegionLedger(getattr(function, "__qualname__", type(function).__qualname__))
+    schedule = as_schedule(offload)
+    if context_fn is not None:
+        context_fn = with_offload(context_fn, lambda: schedule or Schedule(HostStore()), ledger)
     options = {
         "context_fn": context_fn or torch_checkpoint.noop_context_fn,
         "determinism_check": determinism_check,
@@ -52,8 +59,7 @@ def checkpoint(
         "early_stop": early_stop,
         "preserve_rng_state": preserve_rng_state,
     }
-    ledger = RegionLedger(getattr(function, "__qualname__", type(function).__qualname__))
-    return run_region(function, args, kwargs, ledger=ledger, schedule=as_schedule(offload), options=options)
+    return run_region(function, args, kwargs, ledger=ledger, schedule=schedule, options=options)
 
 
 def run_region(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from lowtide.checkpointing.core import as_schedule, is_inside_checkpoint
+from lowtide.checkpointing.saving import OneByOne
 from lowtide.errors import InvalidValueError
 from lowtide.measure import RegionLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lowtide.checkpointing.saving import Call, Schedule
+    from lowtide.checkpointing.saving import Packed, Schedule
     from lowtide.stores import Store
-
-IN_FLIGHT = 4
-"""Saved tensors whose copy may be under way at once: more overlap, against the memory that they hold meanwhile."""
 
 
 class offload(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (a context manager, used like a function)
@@ -43,10 +40,9 @@ class offload(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (a conte
         if schedule is None:
             raise InvalidValueError('offload needs a store: "host", or a store object')
         self.ledger = ledger or RegionLedger("offload")
-        self._schedule = schedule
-        self._skip = skip
-        self._in_flight: collections.deque[Call] = collections.deque()
-        super().__init__(self._pack, _unpack)
+        self._conveyor = OneByOne(schedule, self.ledger, skip)
+        self._active = False
+        super().__init__(self._conveyor.pack, _unpack)
 
     def __enter__(self) -> None:
         self._active = not is_inside_checkpoint()
@@ -56,18 +52,8 @@ class offload(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (a conte
     def __exit__(self, *exception: object) -> None:
         if self._active:
             super().__exit__(*exception)
-        while self._in_flight:
-            self._in_flight.popleft().submitted()
-
-    def _pack(self, tensor: torch.Tensor) -> object:
-        call = self._schedule.begin(self.ledger, self._skip)
-        packed = call.pack(tensor)
-        call.packed_all()
-        self._in_flight.append(call)
-        if len(self._in_flight) > IN_FLIGHT:
-            self._in_flight.popleft().submitted()
-        return packed
+            self._conveyor.flush()
 
 
-def _unpack(packed: object) -> torch.Tensor:
-    return packed.call.unpack(packed)  # type: ignore[attr-defined, no-any-return]
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.call.unpack(packed)

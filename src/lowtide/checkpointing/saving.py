@@ -15,6 +15,7 @@ version counter, and unpacking compares them. The probe holds no memory.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Packed:
+class Packed:
     """What the graph holds for one saved tensor."""
 
     call: Call
@@ -114,13 +115,13 @@ class Call:
         self._skip = skip
         self._entries: list[weakref.ref[_Entry]] = []
 
-    def pack(self, tensor: torch.Tensor) -> _Packed:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """Autograd's pack hook. Nothing moves before the whole call has packed."""
         version = tensor._version
         if not self._is_worth_moving(tensor):
             self.ledger.saved_bytes += tensor.nbytes
             kept = tensor.detach()
-            return _Packed(self, None, kept, kept, version)
+            return Packed(self, None, kept, kept, version)
         self._schedule.store.check(tensor)
         entry, is_new = self._schedule.entry(tensor)
         self.ledger.movable_bytes += entry.stored.nbytes
@@ -129,9 +130,9 @@ class Call:
             self._entries.append(weakref.ref(entry))
         elif not entry.stored.is_away:
             entry.stays = True  # regions share it, and it is still here: bringing it back for each would cost more
-        return _Packed(self, entry, None, _version_probe(tensor), version)
+        return Packed(self, entry, None, _version_probe(tensor), version)
 
-    def unpack(self, packed: _Packed) -> torch.Tensor:
+    def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd's unpack hook."""
         if packed.probe._version != packed.version:
             raise InPlaceError(
@@ -189,6 +190,37 @@ class Call:
         if span_of(tensor) > SPARSE * tensor.numel():
             return False
         return self._skip is None or not self._skip(tensor)
+
+
+IN_FLIGHT = 4
+"""Tensors whose copy may be under way at once: more overlap, against the memory that they hold meanwhile."""
+
+
+class OneByOne:
+    """Offloads tensors one by one, where there are no regions to go by; a bounded number of copies is in flight."""
+
+    def __init__(
+        self, schedule: Schedule, ledger: RegionLedger, skip: Callable[[torch.Tensor], bool] | None = None
+    ) -> None:
+        self._schedule = schedule
+        self._ledger = ledger
+        self._skip = skip
+        self._in_flight: collections.deque[Call] = collections.deque()
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Take a tensor; the one before it starts to move."""
+        call = self._schedule.begin(self._ledger, self._skip)
+        packed = call.pack(tensor)
+        call.packed_all()
+        self._in_flight.append(call)
+        if len(self._in_flight) > IN_FLIGHT:
+            self._in_flight.popleft().submitted()
+        return packed
+
+    def flush(self) -> None:
+        """Nothing more comes: give back all memory whose copy was started."""
+        while self._in_flight:
+            self._in_flight.popleft().submitted()
 
 
 def _version_probe(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,11 @@ class Store(abc.ABC):
     def peak_bytes(self) -> int:
         """The most bytes ever held."""
 
+    @property
+    @abc.abstractmethod
+    def seconds_waited(self) -> float:
+        """How long compute waited for copies so far. Asking waits for the device."""
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} holds memory and streams of this process and cannot be pickled: "

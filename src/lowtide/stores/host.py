@@ -11,6 +11,7 @@ kernels' bits), and every copy is contiguous, which is what makes it asynchronou
 
 from __future__ import annotations
 
+import collections
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,36 @@ class _Lanes(NamedTuple):
     to_device: torch.Stream
 
 
+class Waits:
+    """How long compute streams stood still for copies, from pairs of timed events around each wait."""
+
+    KEPT = 256
+
+    def __init__(self) -> None:
+        self._pairs: collections.deque[tuple[torch.Event, torch.Event]] = collections.deque()
+        self._seconds = 0.0
+
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        """`stream` waits for `event`."""
+        before, after = (torch.Event(device=stream.device, enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        self._pairs.append((before, after))
+        while len(self._pairs) > self.KEPT and self._pairs[0][1].query():
+            self._add(*self._pairs.popleft())
+
+    def seconds(self) -> float:
+        while self._pairs:
+            before, after = self._pairs.popleft()
+            after.synchronize()
+            self._add(before, after)
+        return self._seconds
+
+    def _add(self, before: torch.Event, after: torch.Event) -> None:
+        self._seconds += before.elapsed_time(after) / 1e3
+
+
 class HostStore(Store):
     """Pinned host memory up to `limit` (bytes, or a string such as `"8GiB"`; None: no limit)."""
 
@@ -43,6 +74,7 @@ class HostStore(Store):
         self._pool = SlabPool(None if limit is None else parse_bytes(limit))
         self._lock = threading.Lock()
         self._lanes: dict[torch.device, _Lanes] = {}
+        self.waits = Waits()
 
     def check(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
@@ -62,6 +94,10 @@ class HostStore(Store):
     @property
     def peak_bytes(self) -> int:
         return self._pool.peak
+
+    @property
+    def seconds_waited(self) -> float:
+        return self.waits.seconds()
 
     def take(self, size: int) -> list[Piece] | None:
         with self._lock:
@@ -112,6 +148,7 @@ class _HostStored(Stored):
         self._pieces: list[Piece] = []
         self._copied: torch.Event | None = None
         self._arriving: _Arriving | None = None
+        self._was_fetched = False
         self.nbytes = span * tensor.element_size()
 
     @property
@@ -137,11 +174,11 @@ class _HostStored(Stored):
 
     def settle(self) -> None:
         if self._copied is not None and self._raw is not None:
-            self._owner.wait_event(self._copied)
+            self._store.waits.wait(self._owner, self._copied)
             self._raw = None
 
     def prefetch(self) -> None:
-        if self._raw is None and self._arriving is None:
+        if self._raw is None and not self._was_fetched:  # what was used once is hardly needed again
             self._arriving = self._fetch()
 
     def get(self) -> torch.Tensor:
@@ -152,7 +189,7 @@ class _HostStored(Stored):
         raw, done, owner = self._arriving or self._fetch()
         self._arriving = None
         current = torch.accelerator.current_stream(self._device)
-        current.wait_event(done)
+        self._store.waits.wait(current, done)
         if current != owner:  # allocated while another stream was current
             owner.wait_event(done)
             raw.record_stream(current)
@@ -160,6 +197,7 @@ class _HostStored(Stored):
 
     @torch.no_grad()
     def _fetch(self) -> _Arriving:
+        self._was_fetched = True
         owner = torch.accelerator.current_stream(self._device)
         lane = self._store.lanes(self._device).to_device
         raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)

@@ -1,0 +1,120 @@
+"""`lowtide.offload`: saved tensors wait on the host, without recompute."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide import simdevice
+from lowtide.errors import InPlaceError, InvalidValueError
+from lowtide.stores import HostStore
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(*layers).to("sim")
+
+
+def batch() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(128, 64).to("sim")
+
+
+def train(net, context=None):
+    net.zero_grad()
+    x = batch()
+    torch.manual_seed(2)
+    with context or torch.enable_grad():
+        loss = net(x).square().mean()
+    loss.backward()
+    return [p.grad.cpu() for p in net.parameters()]
+
+
+def test_gradients_are_bit_identical_and_bytes_move(sim):
+    net = model()
+    expected = train(net)
+    simdevice.reset()
+    context = lowtide.offload("host")
+    assert all(torch.equal(a, b) for a, b in zip(train(net, context), expected, strict=True))
+    assert context.ledger.packed_bytes > 4 * 128 * 256 * 4
+    assert context.ledger.restored_bytes == context.ledger.packed_bytes
+    assert simdevice.stats().pinned_bytes == 0
+
+
+def test_it_frees_device_memory(sim):
+    net, left = model(), {}
+    for name, context in (("plain", torch.enable_grad()), ("offload", lowtide.offload())):
+        gc.collect()
+        torch.accelerator.synchronize()
+        before = simdevice.stats().live_bytes
+        with context:
+            y = net(batch())
+        torch.accelerator.synchronize()
+        left[name] = simdevice.stats().live_bytes - before
+        del y
+    assert left["offload"] < 0.35 * left["plain"]
+
+
+def test_inside_a_checkpoint_it_does_nothing(sim):
+    net, x = model(), batch()
+    simdevice.reset()
+
+    def inner(y):
+        with lowtide.offload():
+            return net(y)
+
+    checkpoint(inner, x, use_reentrant=False).sum().backward()
+    assert simdevice.stats().d2h_bytes == 0
+
+
+def test_a_second_read_of_saved_tensors_works(sim):
+    """mamba#1020: a backward that reads `ctx.saved_tensors` twice."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            (again,) = ctx.saved_tensors
+            return grad * (x + again)
+
+    x = batch().requires_grad_()
+    with lowtide.offload():
+        y = Twice.apply(x * 1)
+        z = Twice.apply(y)
+    z.sum().backward()
+    assert torch.allclose(x.grad, 4 * x.detach() ** 3)
+
+
+def test_in_place_changes_are_refused(sim):
+    x = batch().requires_grad_()
+    with lowtide.offload():
+        hidden = x * 1
+        y = hidden.exp() * hidden
+    hidden.add_(1)
+    with pytest.raises(InPlaceError):
+        y.sum().backward()
+
+
+def test_a_store_can_be_shared_and_limited(sim):
+    net, store = model(), HostStore(limit="64KiB")
+    expected = train(net)
+    context = lowtide.offload(store)
+    assert all(torch.equal(a, b) for a, b in zip(train(net, context), expected, strict=True))
+    assert context.ledger.declined_bytes > 0
+    assert store.peak_bytes <= 64 * 1024
+
+
+def test_it_needs_a_store():
+    with pytest.raises(InvalidValueError, match="needs a store"):
+        lowtide.offload(None)
