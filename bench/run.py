@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import overhead
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import lowtide
 from lowtide import simdevice
 from lowtide.units import format_bytes
 
@@ -72,21 +74,32 @@ def save_on_cpu() -> AbstractContextManager:
     return torch.autograd.graph.save_on_cpu(pin_memory=True, device_type="sim")
 
 
+def applied(policy: str) -> Callable:
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        lowtide.apply(layers, policy)
+        return plain(layers, x)
+
+    return run
+
+
 def candidates() -> dict[str, Callable]:
     """Name and step function. Peers that are not installed are left out, and said so."""
     found = {
         "plain": plain,
+        "lowtide recompute": applied("recompute"),
+        "lowtide recompute+offload": applied("recompute+offload"),
+        "lowtide offload": applied("offload"),
         "torch checkpoint": checkpointed,
-        "torch save_on_cpu": under(save_on_cpu, plain),
         "torch checkpoint + save_on_cpu": under(save_on_cpu, checkpointed),
+        "torch save_on_cpu": under(save_on_cpu, plain),
     }
     try:
         from trl.models.activation_offloading import OffloadActivations
     except ImportError as error:
         Console().print(f"[yellow]TRL is left out:[/] {error}")
     else:
-        found["TRL OffloadActivations"] = under(OffloadActivations, plain)
-        found["torch checkpoint + TRL OffloadActivations"] = under(OffloadActivations, checkpointed)
+        found["torch checkpoint + TRL offload"] = under(OffloadActivations, checkpointed)
+        found["TRL offload"] = under(OffloadActivations, plain)
     return found
 
 
@@ -134,6 +147,8 @@ def main() -> None:
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results = {name: measure(step) for name, step in track(candidates().items(), "measuring", transient=True)}
     show(results, before)
+    for name, value in overhead.main().items():
+        Console().print(f"Python overhead on tiny layers, {name}: {value:.2f}")
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -15,7 +15,7 @@ SLAB = 8 * ALIGNMENT
 
 
 def pool(limit: int | None = None) -> SlabPool:
-    return SlabPool(limit, slab_bytes=SLAB, allocate=lambda size: torch.empty(size, dtype=torch.uint8))
+    return SlabPool(limit, slab_bytes=(SLAB, SLAB), allocate=lambda size: torch.empty(size, dtype=torch.uint8))
 
 
 def test_small_pieces_share_a_slab():
@@ -32,6 +32,14 @@ def test_a_large_request_is_spread_over_slabs_without_rounding_it_up():
     assert slabs.used == 5 * SLAB + ALIGNMENT
     assert slabs.reserved == 6 * SLAB
     assert sum(piece.end - piece.start for piece in pieces) >= 5 * SLAB + 1
+
+
+def test_slabs_grow_with_what_is_held():
+    slabs = SlabPool(slab_bytes=(SLAB, 8 * SLAB), allocate=lambda size: torch.empty(size, dtype=torch.uint8))
+    for _ in range(20):
+        slabs.take(SLAB)
+    assert slabs.used == 20 * SLAB
+    assert slabs.reserved <= 2 * slabs.used
 
 
 def test_returned_pieces_are_used_again_and_empty_slabs_go():

@@ -48,9 +48,9 @@ class Schedule:
         self._newest: weakref.ref[Call] | None = None
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Entry] = weakref.WeakValueDictionary()
 
-    def begin(self, ledger: RegionLedger, skip: Callable[[torch.Tensor], bool] | None = None) -> Call:
-        """A new call, after the newest one."""
-        call = Call(self, ledger, self._newest, skip)
+    def begin(self, ledger: RegionLedger, skip: Callable[[torch.Tensor], bool] | None = None, ahead: int = 1) -> Call:
+        """A new call, after the newest one. In backward, tensors of `ahead` calls before it are fetched early."""
+        call = Call(self, ledger, self._newest, skip, ahead)
         self._newest = weakref.ref(call)
         return call
 
@@ -108,11 +108,13 @@ class Call:
         ledger: RegionLedger,
         previous: weakref.ref[Call] | None,
         skip: Callable[[torch.Tensor], bool] | None,
+        ahead: int,
     ) -> None:
         self.ledger = ledger
         self._schedule = schedule
         self._previous = previous
         self._skip = skip
+        self._ahead = ahead
         self._entries: list[weakref.ref[_Entry]] = []
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -145,23 +147,30 @@ class Call:
         if stored.is_away:
             self.ledger.restored_bytes += stored.nbytes
         tensor = stored.get()
-        self._each_of_previous("prefetch")
+        earlier = self.previous()
+        for _ in range(self._ahead):
+            if earlier is None:
+                break
+            earlier.prefetch()
+            earlier = earlier.previous()
         return tensor
 
     def packed_all(self) -> None:
         """All inputs are packed: the call before this one may let go of its own."""
-        self._each_of_previous("start")
+        if (previous := self.previous()) is not None:
+            previous.start()
 
     def submitted(self) -> None:
         """This call's forward is submitted: the memory of the call before it goes back."""
-        self._each_of_previous("settle")
+        if (previous := self.previous()) is not None:
+            previous.settle()
 
-    def _each_of_previous(self, action: str) -> None:
-        previous = self._previous() if self._previous is not None else None
-        if previous is not None:
-            getattr(previous, f"_{action}")()
+    def previous(self) -> Call | None:
+        """The call before this one, if its graph lives."""
+        return None if self._previous is None else self._previous()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin to move this call's tensors away."""
         for entry in self._alive():
             if entry.stays or entry.stored.is_away:
                 continue
@@ -169,13 +178,15 @@ class Call:
                 entry.stays = True
                 self.ledger.declined_bytes += entry.stored.nbytes
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Give their device memory back."""
         for entry in self._alive():
             if not entry.stays and not entry.stored.is_away:
                 entry.stored.settle()
                 self.ledger.packed_bytes += entry.stored.nbytes
 
-    def _prefetch(self) -> None:
+    def prefetch(self) -> None:
+        """Begin to bring them back."""
         for entry in self._alive():
             entry.stored.prefetch()
 
@@ -209,7 +220,7 @@ class OneByOne:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Take a tensor; the one before it starts to move."""
-        call = self._schedule.begin(self._ledger, self._skip)
+        call = self._schedule.begin(self._ledger, self._skip, ahead=IN_FLIGHT)
         packed = call.pack(tensor)
         call.packed_all()
         self._in_flight.append(call)

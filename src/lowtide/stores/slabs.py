@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ALIGNMENT = 4096  # a page: buffers that share none can be told apart by page protection
-SLAB_BYTES = 64 * 1024**2
+SLAB_BYTES = (4 * 1024**2, 256 * 1024**2)
+"""The smallest and the largest slab. Each new one is about as large as all before it, so a small model pins little."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,12 +76,15 @@ class SlabPool:
     """
 
     def __init__(
-        self, limit: int | None = None, slab_bytes: int = SLAB_BYTES, allocate: Callable[[int], torch.Tensor] = _pinned
+        self,
+        limit: int | None = None,
+        slab_bytes: tuple[int, int] = SLAB_BYTES,
+        allocate: Callable[[int], torch.Tensor] = _pinned,
     ) -> None:
         if limit is not None and limit < 0:
             raise InvalidValueError(f"the limit of a host store must not be negative, got {limit}")
         self._limit = limit
-        self._slab_bytes = slab_bytes if limit is None else min(slab_bytes, max(limit, ALIGNMENT))
+        self._smallest, self._largest = slab_bytes
         self._allocate = allocate
         self._slabs: list[_Slab] = []
         self._returned: collections.deque[Piece] = collections.deque()
@@ -104,7 +108,7 @@ class SlabPool:
         self.collect()
         pieces: list[Piece] = []
         while size > 0:
-            part = min(size, self._slab_bytes)
+            part = min(size, self._next_slab())
             piece = self._cut(-(-part // ALIGNMENT) * ALIGNMENT)
             if piece is None:
                 self.give_back(pieces)
@@ -119,12 +123,21 @@ class SlabPool:
         """Return pieces; they are put in order at the next call."""
         self._returned.extend(pieces)
 
+    def _next_slab(self) -> int:
+        size, reserved = self._smallest, sum(slab.memory.numel() for slab in self._slabs)
+        while size < min(reserved, self._largest):
+            size *= 2
+        if self._limit is None:
+            return size
+        left = self._limit - reserved
+        return max(ALIGNMENT, min(size, left // ALIGNMENT * ALIGNMENT))
+
     def _cut(self, size: int) -> Piece | None:
         for slab in self._slabs:
             start = slab.cut(size)
             if start is not None:
                 return Piece(slab, start, start + size)
-        length = max(self._slab_bytes, size)
+        length = max(self._next_slab(), size)
         if self._limit is not None and sum(s.memory.numel() for s in self._slabs) + length > self._limit:
             return None
         slab = _Slab(self._allocate(length), [(size, length)] if length > size else [])

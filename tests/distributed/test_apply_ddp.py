@@ -1,0 +1,95 @@
+"""An applied model under real DistributedDataParallel: the gradients of one process on the joined batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from launcher import run_ranks, with_backend
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+from lowtide import simdevice
+
+WIDTH, TOKENS = 32, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, *, hidden):
+        return hidden + self.down(F.gelu(self.up(hidden)))
+
+
+class Model(nn.Module):
+    """Runs its first block twice: shared weights are what reentrant checkpointing trips over under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for layer in (self.layers[0], *self.layers):
+            x = layer(hidden=x)
+        return x
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().train()
+
+
+def batch(rank: int) -> torch.Tensor:
+    torch.manual_seed(100 + rank)
+    return torch.randn(TOKENS, WIDTH)
+
+
+def enable_sim() -> str:
+    simdevice.enable(on_violation="raise")
+    return "cpu:gloo,sim:sim_gloo"
+
+
+def gradients(rank: int, device: str, policy: str, options: dict) -> dict:
+    net = model().to(device)
+    if not options.get("find_unused_parameters"):
+        net.unused.requires_grad_(False)
+    applied = lowtide.apply(net, policy)
+    ddp = DistributedDataParallel(net, **options)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(batch(rank).to(device)).square().mean().backward()
+    report = applied.report()
+    assert all(region.recomputes == region.forwards > 0 for region in report.regions)
+    if "offload" in policy:
+        assert sum(region.packed_bytes for region in report.regions) > 0
+    return {name: p.grad.cpu().numpy() for name, p in net.named_parameters() if p.grad is not None}
+
+
+on_cpu = gradients
+
+
+@with_backend(enable_sim)
+def on_sim(rank: int, policy: str, options: dict) -> dict:
+    return gradients(rank, "sim", policy, options)
+
+
+OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_gradients_are_those_of_the_joined_batch(sim, device, options):
+    if device == "cpu":
+        per_rank = run_ranks(on_cpu, "cpu", "recompute", options)
+    else:
+        per_rank = run_ranks(on_sim, "recompute+offload", options)
+    reference = model()
+    sum(reference(batch(rank)).square().mean() / 2 for rank in range(2)).backward()
+    for grads in per_rank:
+        for name, parameter in reference.named_parameters():
+            if not name.startswith("unused"):
+                torch.testing.assert_close(torch.from_numpy(grads[name]), parameter.grad, rtol=1e-5, atol=1e-7)
