@@ -91,6 +91,15 @@ def test_offload_costs_next_to_nothing_and_no_peer_is_faster(balanced):
     assert left_by_recompute - left_by_offload >= 0.99 * (LAYERS - 1) * BOUNDARY
 
 
+def test_offload_without_recompute_is_not_slower_than_trl(balanced):
+    from trl.models.activation_offloading import OffloadActivations
+
+    mine, _ = ours("offload")
+    theirs, _ = measure(build(), OffloadActivations())
+    assert mine.d2h_bytes > LAYERS * BOUNDARY
+    assert mine.time <= theirs.time
+
+
 def test_time_waited_is_reported(balanced):
     simdevice.enable(h2d=1e6, d2h=1e6)
     model = build()

@@ -61,6 +61,21 @@ def test_it_frees_device_memory(sim):
     assert left["offload"] < 0.35 * left["plain"]
 
 
+def test_views_of_one_tensor_are_moved_once(sim):
+    """Queries, keys and values of one projection: three views with gaps, one run of bytes."""
+    x = batch().requires_grad_()
+    simdevice.reset()
+    with lowtide.offload():
+        packed = torch.cat([x, x, x], -1)
+        q, k, v = packed.unflatten(-1, (3, 64)).unbind(1)
+        y = (q.sin() * k.cos() + v.exp()).tanh()
+    y.sum().backward()
+    stats = simdevice.stats()
+    one = 128 * 64 * 4
+    assert stats.d2h_bytes <= (3 + 4) * one, "the projection once, and the results that autograd saves"
+    assert x.grad.isfinite().all().item()
+
+
 def test_inside_a_checkpoint_it_does_nothing(sim):
     net, x = model(), batch()
     simdevice.reset()

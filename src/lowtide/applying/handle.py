@@ -14,6 +14,7 @@ from lowtide.applying.guard import Guard
 from lowtide.applying.region_forward import RegionForward, RegionRuntime
 from lowtide.applying.report import RegionReport, Report
 from lowtide.checkpointing import Schedule
+from lowtide.checkpointing.saving import OneByOne
 from lowtide.errors import InvalidValueError, OffloadError
 from lowtide.measure import RegionLedger
 from lowtide.policy import Policy
@@ -109,15 +110,17 @@ class Applied:
     def _install(self, model: nn.Module) -> None:
         self._switch_off_own_checkpointing(model)
         guard = Guard(strict=self.strict)
-        schedule = None if self._store is None else Schedule(self._store)
+        schedule = Schedule(self._store or HostStore())
         skip = _belongs_to(model)
+        conveyor = OneByOne(schedule, skip)
         for region in self.regions:
             policy = _policy_of(self.policy, region)
             ledger = RegionLedger(region.name)
             self._ledgers.append((ledger, policy))
             if policy.is_none:
                 continue
-            runtime = RegionRuntime(policy, ledger, schedule if policy.offload else None, guard, skip, owner=self)
+            where = schedule if policy.offload else None
+            runtime = RegionRuntime(policy, ledger, where, conveyor, guard, skip, owner=self)
             forward = RegionForward(region.module, runtime)
             forward.install()
             self._forwards.append(forward)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.checkpointing.core import run_region
-from lowtide.checkpointing.offloading import offload
+from lowtide.checkpointing.offloading import offload_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowtide.applying.guard import Guard
     from lowtide.applying.handle import Applied
     from lowtide.checkpointing import Schedule
+    from lowtide.checkpointing.saving import OneByOne
     from lowtide.measure import RegionLedger
     from lowtide.policy import Policy
 
@@ -47,6 +48,7 @@ class RegionRuntime:
         policy: Policy,
         ledger: RegionLedger,
         schedule: Schedule | None,
+        conveyor: OneByOne,
         guard: Guard,
         skip: Callable[[torch.Tensor], bool],
         owner: Applied,
@@ -54,6 +56,7 @@ class RegionRuntime:
         self.policy = policy
         self.ledger = ledger
         self.schedule = schedule
+        self.conveyor = conveyor
         self.guard = guard
         self.skip = skip
         self.owner = owner
@@ -62,7 +65,7 @@ class RegionRuntime:
         """The block's forward under its policy."""
         if not self.policy.recompute:
             self.ledger.forwards += 1
-            with offload(self.schedule, ledger=self.ledger, skip=self.skip):  # type: ignore[arg-type]
+            with offload_hooks(self.conveyor, self.ledger):
                 return forward(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
         return run_region(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,13 +13,15 @@ from lowtide.errors import InvalidValueError
 from lowtide.measure import RegionLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+    from typing import Any, Self
 
     from lowtide.checkpointing.saving import Packed, Schedule
     from lowtide.stores import Store
 
 
-class offload(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (a context manager, used like a function)
+class offload:  # noqa: N801  (a context manager, used like a function)
     """Offload every tensor that autograd saves in this context.
 
     Parameters, tensors under 4 KiB, and the last few tensors, which backward needs first, stay on the device. Inside a
@@ -29,30 +32,31 @@ class offload(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (a conte
         loss.backward()
     """
 
-    def __init__(
-        self,
-        store: Literal["host"] | Store | Schedule = "host",
-        *,
-        ledger: RegionLedger | None = None,
-        skip: Callable[[torch.Tensor], bool] | None = None,
-    ) -> None:
+    def __init__(self, store: Literal["host"] | Store | Schedule = "host") -> None:
         schedule = as_schedule(store)
         if schedule is None:
             raise InvalidValueError('offload needs a store: "host", or a store object')
-        self.ledger = ledger or RegionLedger("offload")
-        self._conveyor = OneByOne(schedule, self.ledger, skip)
-        self._active = False
-        super().__init__(self._conveyor.pack, _unpack)
+        self.ledger = RegionLedger("offload")
+        self._conveyor = OneByOne(schedule)
+        self._hooks: AbstractContextManager[Any] = contextlib.nullcontext()
 
-    def __enter__(self) -> None:
-        self._active = not is_inside_checkpoint()
-        if self._active:
-            super().__enter__()
+    def __enter__(self) -> Self:
+        self._hooks = offload_hooks(self._conveyor, self.ledger)
+        self._hooks.__enter__()
+        return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._active:
-            super().__exit__(*exception)
-            self._conveyor.flush()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        self._conveyor.flush()
+
+
+def offload_hooks(conveyor: OneByOne, ledger: RegionLedger) -> AbstractContextManager[Any]:
+    """Hooks that put saved tensors on a conveyor. Inside a checkpoint there is nothing to hook: nothing is kept."""
+    if is_inside_checkpoint():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: conveyor.pack(tensor, ledger), _unpack)
 
 
 def _unpack(packed: Packed) -> torch.Tensor:

@@ -24,20 +24,18 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lowtide.checkpointing.spans import span_of
 from lowtide.errors import InPlaceError
-from lowtide.stores.host import span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lowtide.checkpointing.spans import Span
     from lowtide.measure import RegionLedger
     from lowtide.stores import Store, Stored
 
 MIN_BYTES = 4096
 """Smaller tensors stay: a copy would cost more than it frees."""
-
-SPARSE = 4
-"""A view is moved as its raw span. One that holds less than a quarter of it stays."""
 
 
 class Schedule:
@@ -48,19 +46,21 @@ class Schedule:
         self._newest: weakref.ref[Call] | None = None
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Entry] = weakref.WeakValueDictionary()
 
-    def begin(self, ledger: RegionLedger, skip: Callable[[torch.Tensor], bool] | None = None, ahead: int = 1) -> Call:
-        """A new call, after the newest one. In backward, tensors of `ahead` calls before it are fetched early."""
+    def begin(
+        self, ledger: RegionLedger, skip: Callable[[torch.Tensor], bool] | None = None, ahead: int | None = None
+    ) -> Call:
+        """A new call, after the newest one: of a region, or of one tensor with `ahead` others to fetch early."""
         call = Call(self, ledger, self._newest, skip, ahead)
         self._newest = weakref.ref(call)
         return call
 
-    def entry(self, tensor: torch.Tensor) -> tuple[_Entry, bool]:
-        """The stored form of a tensor, and whether it is new. Tensors that are the same bytes are stored once."""
-        key = _identity(tensor)
+    def entry(self, tensor: torch.Tensor, span: Span) -> tuple[_Entry, bool]:
+        """The stored form of a tensor's bytes, and whether it is new. The same bytes are stored once."""
+        key = _identity(tensor, span)
         entry = self._known.get(key)
         if entry is not None and not entry.is_orphan:
             return entry, False
-        entry = _Entry(self.store.put(tensor), _weak(tensor))
+        entry = _Entry(self.store.put(span.take(tensor)), _weak(tensor))
         self._known[key] = entry
         return entry, True
 
@@ -82,10 +82,9 @@ def _weak(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _identity(tensor: torch.Tensor, span: Span) -> tuple[Any, ...]:
     storage = tensor.untyped_storage()
-    layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
-    return (tensor.device, storage._cdata, tensor.dtype, *layout, tensor._version)
+    return (tensor.device, storage._cdata, tensor.dtype, span.start, span.length, tensor._version)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -93,7 +92,7 @@ class Packed:
     """What the graph holds for one saved tensor."""
 
     call: Call
-    entry: _Entry | None
+    stored: tuple[_Entry, Span] | None
     kept: torch.Tensor | None
     probe: torch.Tensor
     version: int
@@ -108,31 +107,33 @@ class Call:
         ledger: RegionLedger,
         previous: weakref.ref[Call] | None,
         skip: Callable[[torch.Tensor], bool] | None,
-        ahead: int,
+        ahead: int | None,
     ) -> None:
         self.ledger = ledger
         self._schedule = schedule
         self._previous = previous
         self._skip = skip
-        self._ahead = ahead
+        self._is_region = ahead is None
+        self._ahead = ahead or 1
         self._entries: list[weakref.ref[_Entry]] = []
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Autograd's pack hook. Nothing moves before the whole call has packed."""
         version = tensor._version
-        if not self._is_worth_moving(tensor):
+        span = span_of(tensor) if self._is_worth_moving(tensor) else None
+        if span is None:
             self.ledger.saved_bytes += tensor.nbytes
             kept = tensor.detach()
             return Packed(self, None, kept, kept, version)
         self._schedule.store.check(tensor)
-        entry, is_new = self._schedule.entry(tensor)
+        entry, is_new = self._schedule.entry(tensor, span)
         self.ledger.movable_bytes += entry.stored.nbytes
         if is_new:
             self.ledger.saved_bytes += entry.stored.nbytes
             self._entries.append(weakref.ref(entry))
-        elif not entry.stored.is_away:
+        elif self._is_region and entry not in self._alive() and not entry.stored.is_away:
             entry.stays = True  # regions share it, and it is still here: bringing it back for each would cost more
-        return Packed(self, entry, None, _version_probe(tensor), version)
+        return Packed(self, (entry, span), None, _version_probe(tensor), version)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd's unpack hook."""
@@ -143,16 +144,15 @@ class Call:
             )
         if packed.kept is not None:
             return packed.kept
-        stored = packed.entry.stored  # type: ignore[union-attr]  # kept or stored, by construction
-        if stored.is_away:
-            self.ledger.restored_bytes += stored.nbytes
-        tensor = stored.get()
+        entry, span = packed.stored  # type: ignore[misc]  # kept or stored, by construction
+        tensor = span.view(entry.stored.get())
         earlier = self.previous()
         for _ in range(self._ahead):
             if earlier is None:
                 break
             earlier.prefetch()
             earlier = earlier.previous()
+        self.ledger.restored_bytes += entry.stored.take_fetched()
         return tensor
 
     def packed_all(self) -> None:
@@ -198,8 +198,6 @@ class Call:
             return False
         if isinstance(tensor._base, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
             return False
-        if span_of(tensor) > SPARSE * tensor.numel():
-            return False
         return self._skip is None or not self._skip(tensor)
 
 
@@ -210,17 +208,14 @@ IN_FLIGHT = 4
 class OneByOne:
     """Offloads tensors one by one, where there are no regions to go by; a bounded number of copies is in flight."""
 
-    def __init__(
-        self, schedule: Schedule, ledger: RegionLedger, skip: Callable[[torch.Tensor], bool] | None = None
-    ) -> None:
+    def __init__(self, schedule: Schedule, skip: Callable[[torch.Tensor], bool] | None = None) -> None:
         self._schedule = schedule
-        self._ledger = ledger
         self._skip = skip
         self._in_flight: collections.deque[Call] = collections.deque()
 
-    def pack(self, tensor: torch.Tensor) -> Packed:
+    def pack(self, tensor: torch.Tensor, ledger: RegionLedger) -> Packed:
         """Take a tensor; the one before it starts to move."""
-        call = self._schedule.begin(self._ledger, self._skip, ahead=IN_FLIGHT)
+        call = self._schedule.begin(ledger, self._skip, ahead=IN_FLIGHT)
         packed = call.pack(tensor)
         call.packed_all()
         self._in_flight.append(call)

@@ -78,8 +78,8 @@ class _OffloadingCache(_CachingTorchDispatchMode):
         if not isinstance(kept, _VersionWrapper) or not isinstance(kept.val, torch.Tensor):
             return kept
         if self._conveyor is None:
-            self._conveyor = OneByOne(self._schedule(), self._ledger)
-        return _Offloaded(self._conveyor.pack(kept.val))
+            self._conveyor = OneByOne(self._schedule())
+        return _Offloaded(self._conveyor.pack(kept.val, self._ledger))
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]

@@ -33,7 +33,11 @@ class Stored(abc.ABC):
 
     @abc.abstractmethod
     def get(self) -> torch.Tensor:
-        """The tensor, ready for the current stream. The store holds no reference to what it returns."""
+        """The flat tensor, ready for the current stream. The store does not keep it alive."""
+
+    @abc.abstractmethod
+    def take_fetched(self) -> int:
+        """Bytes that were brought back since this was last asked."""
 
     @property
     @abc.abstractmethod
@@ -51,8 +55,8 @@ class Store(abc.ABC):
         """Raise if this store can do nothing for a tensor of this kind, wherever it comes from."""
 
     @abc.abstractmethod
-    def put(self, tensor: torch.Tensor) -> Stored:
-        """Take a tensor. Nothing moves yet."""
+    def put(self, raw: torch.Tensor) -> Stored:
+        """Take a flat, contiguous tensor. Nothing moves yet."""
 
     @property
     @abc.abstractmethod

@@ -3,10 +3,6 @@
 Two side streams per device carry the copies, one each way. All device memory belongs to the compute stream, asked for
 at each use: a side stream waits for it before a copy, and it waits for the copy before memory is used or given back.
 Nothing needs `record_stream`, and the host never waits.
-
-[Note: raw spans] A tensor is moved as the raw bytes between its first and its last element and comes back with its own
-sizes and strides over them. So expanded tensors cost what they hold, transposed ones keep their layout (and with it the
-kernels' bits), and every copy is contiguous, which is what makes it asynchronous.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import OffloadError
 from lowtide.stores.base import Store, Stored
@@ -83,8 +80,8 @@ class HostStore(Store):
                 "nothing would be freed. Use recompute alone, or the disk tier"
             )
 
-    def put(self, tensor: torch.Tensor) -> Stored:
-        return _HostStored(self, tensor)
+    def put(self, raw: torch.Tensor) -> Stored:
+        return _HostStored(self, raw)
 
     @property
     def bytes_used(self) -> int:
@@ -119,13 +116,6 @@ class HostStore(Store):
             return self._lanes[device]
 
 
-def span_of(tensor: torch.Tensor) -> int:
-    """Elements between the first and the last one, both included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 class _Arriving(NamedTuple):
     """A copy back to the device."""
 
@@ -137,19 +127,18 @@ class _Arriving(NamedTuple):
 class _HostStored(Stored):
     """Held on the device, in flight, away, or on its way back."""
 
-    def __init__(self, store: HostStore, tensor: torch.Tensor) -> None:
-        tensor = tensor.detach()
-        span = span_of(tensor)
+    def __init__(self, store: HostStore, raw: torch.Tensor) -> None:
         self._store = store
-        self._shape, self._stride = tensor.shape, tensor.stride()
-        self._raw: torch.Tensor | None = tensor.as_strided((span,), (1,), tensor.storage_offset())
-        self._dtype, self._device = tensor.dtype, tensor.device
-        self._owner = torch.accelerator.current_stream(tensor.device)
+        self._raw: torch.Tensor | None = raw
+        self._dtype, self._device = raw.dtype, raw.device
+        self._owner = torch.accelerator.current_stream(raw.device)
         self._pieces: list[Piece] = []
         self._copied: torch.Event | None = None
         self._arriving: _Arriving | None = None
+        self._restored: StorageWeakRef | None = None
+        self._fetched = 0
         self._was_fetched = False
-        self.nbytes = span * tensor.element_size()
+        self.nbytes = raw.nbytes
 
     @property
     def is_away(self) -> bool:
@@ -182,8 +171,27 @@ class _HostStored(Stored):
             self._arriving = self._fetch()
 
     def get(self) -> torch.Tensor:
-        raw = self._raw if self._raw is not None else self._arrived()
-        return raw.as_strided(self._shape, self._stride, raw.storage_offset())
+        if self._raw is not None:
+            return self._raw
+        restored = self._still_restored()
+        if restored is None:
+            restored = self._arrived()
+            self._restored = StorageWeakRef(restored.untyped_storage())  # type: ignore[no-untyped-call]
+        return restored
+
+    def _still_restored(self) -> torch.Tensor | None:
+        """What another view of the same bytes brought back, if that is still in use."""
+        if self._restored is None:
+            return None
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored.cdata)
+        if storage is None:
+            return None
+        size = self.nbytes // self._dtype.itemsize
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, 0, (size,), (1,))
+
+    def take_fetched(self) -> int:
+        fetched, self._fetched = self._fetched, 0
+        return fetched
 
     def _arrived(self) -> torch.Tensor:
         raw, done, owner = self._arriving or self._fetch()
@@ -198,6 +206,7 @@ class _HostStored(Stored):
     @torch.no_grad()
     def _fetch(self) -> _Arriving:
         self._was_fetched = True
+        self._fetched += self.nbytes
         owner = torch.accelerator.current_stream(self._device)
         lane = self._store.lanes(self._device).to_device
         raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
