@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from lowtide import simdevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def expect_violation(kind: str) -> simdevice.Violation:
@@ -19,6 +25,17 @@ def expect_violation(kind: str) -> simdevice.Violation:
     assert found, f"no violation reported, expected a {kind}"
     assert found[0].kind == kind, str(found[0])
     return found[0]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    """Whether it comes true soon: after an error, autograd's own thread lets go of the graph a little later."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        gc.collect()
+        time.sleep(0.001)
+    return True
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
