@@ -32,8 +32,10 @@ print(json.dumps({
 def test_exported_names_are_pinned():
     assert lowtide.__all__ == [
         "Applied",
+        "HostStore",
         "LowtideError",
         "Policy",
+        "Schedule",
         "__version__",
         "apply",
         "checkpoint",

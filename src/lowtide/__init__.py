@@ -11,10 +11,22 @@ import logging
 from lowtide import simdevice
 from lowtide._version import __version__
 from lowtide.applying import Applied, apply
-from lowtide.checkpointing import checkpoint, offload
+from lowtide.checkpointing import Schedule, checkpoint, offload
 from lowtide.errors import LowtideError
 from lowtide.policy import Policy
+from lowtide.stores import HostStore
 
-__all__ = ["Applied", "LowtideError", "Policy", "__version__", "apply", "checkpoint", "offload", "simdevice"]
+__all__ = [
+    "Applied",
+    "HostStore",
+    "LowtideError",
+    "Policy",
+    "Schedule",
+    "__version__",
+    "apply",
+    "checkpoint",
+    "offload",
+    "simdevice",
+]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
