@@ -1,4 +1,4 @@
-"""Train a small Llama on the emulated accelerator, with a memory cap that plain training does not meet.
+"""Fine-tune a small Llama with LoRA on the emulated accelerator, under a memory cap that plain training exceeds.
 
 Run it with `make demo`. No GPU is needed: the device is emulated, its memory cap and its clock are exact, and the
 arithmetic is the CPU's. Everything printed below is measured in this run.
@@ -18,7 +18,7 @@ import lowtide
 from lowtide import simdevice
 from lowtide.units import format_bytes
 
-LAYERS, TOKENS, STEPS = 8, 512, 4
+LAYERS, TOKENS, STEPS = 16, 1024, 3
 console = Console()
 
 
@@ -33,12 +33,13 @@ class Outcome:
 
 
 def build_model() -> torch.nn.Module:
-    """A Llama with random weights: nothing is downloaded."""
+    """A Llama with random weights and LoRA on top: nothing is downloaded."""
+    from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=1024,
+        vocab_size=256,
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=LAYERS,
@@ -46,15 +47,16 @@ def build_model() -> torch.nn.Module:
         num_key_value_heads=2,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).train()
+    lora = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(LlamaForCausalLM(config), lora).train()
 
 
 def train(model: torch.nn.Module, title: str) -> Outcome:
     """A few AdamW steps on the device; an out-of-memory error ends it."""
     model.to("sim")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
     torch.manual_seed(1)
-    tokens = torch.randint(0, 1024, (1, TOKENS)).to("sim")
+    tokens = torch.randint(0, 256, (1, TOKENS)).to("sim")
     simdevice.reset()
     losses: list[float] = []
     error = ""
@@ -102,7 +104,9 @@ def main() -> None:
 
     cap = (needs["plain"] + needs["torch checkpoint"]) // 2
     simdevice.enable(memory=cap)
-    console.print(f"A Llama of {LAYERS} layers, {TOKENS} tokens, on a device with [bold]{format_bytes(cap)}[/]:")
+    console.print(
+        f"A Llama of {LAYERS} layers with LoRA, {TOKENS} tokens, on a device of [bold]{format_bytes(cap)}[/]:"
+    )
     outcomes = {name: train(build(), name) for name, build in WAYS.items()}
 
     table = Table("training", "needs", "fits?", "first and last loss", "virtual time")
