@@ -1,5 +1,5 @@
 """Faults that others had, by number, where no other test names them. 1: keyword inputs, 2: in-place changes, 3: leaks,
-4: trackers, 5: restored tensors held and 6: aliases are in test_checkpoint.py; 7: streams in test_streams.py.
+4: trackers, 5: restored tensors held and 6: aliases are in test_checkpoint.py; 7: streams in test_engine_streams.py.
 """
 
 from __future__ import annotations
