@@ -435,3 +435,36 @@ class TestWrongUse:
     def test_torchs_own_checks_stay(self):
         with pytest.raises(ValueError, match="determinism_check"):
             lowtide.checkpoint(torch.tanh, torch.ones(3, requires_grad=True), determinism_check="wrong")
+
+
+class TestTorchsKeywords:
+    def test_early_stop(self):
+        layers = nn.Sequential(Counted(), Counted())
+
+        def run(x):
+            return layers(x) + x.detach()  # nothing after the last product is needed for backward
+
+        lowtide.checkpoint(run, torch.randn(4, WIDTH, requires_grad=True), early_stop=False).sum().backward()
+        assert [layer.calls for layer in layers] == [2, 2]
+
+    def test_debug_names_the_operators_of_a_mismatch(self):
+        calls = []
+
+        def different(x):
+            calls.append(1)
+            return x.sin() if len(calls) == 1 else x.sin().cos()
+
+        with pytest.raises(torch.utils.checkpoint.CheckpointError, match="aten"):
+            lowtide.checkpoint(
+                different, torch.randn(4, 4, requires_grad=True), debug=True, early_stop=False
+            ).sum().backward()
+
+    def test_the_determinism_check_sees_another_shape(self):
+        calls = []
+
+        def different(x):
+            calls.append(1)
+            return (x[:2] if len(calls) > 1 else x).exp()
+
+        with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
+            lowtide.checkpoint(different, torch.randn(4, 4, requires_grad=True)).sum().backward()
