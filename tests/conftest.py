@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _device_comes_first() -> None:
+    """Torch starts its backward threads with the first backward, for the devices that it knows then."""
+    simdevice.enable()
+
+
 @pytest.fixture
 def sim() -> Iterator[str]:
     """The emulated device in its default state. A test that breaks a rule must say so with `expect_violation`."""

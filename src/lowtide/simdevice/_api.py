@@ -103,6 +103,7 @@ def enable(
 ) -> Settings:
     """Register the `sim` device with torch, or change its settings; returns the settings in force.
 
+    Call it before the first backward of the process: torch starts its backward threads then, for the devices it knows.
     The first call compiles the device unless this torch version has one in the cache, and starts from the defaults of
     `Settings`. Later calls change what they name and leave the rest. `memory` takes bytes or a string like `"512MiB"`.
     """
