@@ -70,6 +70,8 @@ class Policy:
             raise InvalidValueError(_unknown(str(self.offload), ["host"], "place to offload to"))
         if self.host_limit is not None and self.offload != "host":
             raise InvalidValueError("host_limit needs offload to the host")
+        if any(policy.host_limit is not None for _, policy in self.overrides):
+            raise InvalidValueError("a limit of host memory holds for the whole model: give it before the rules")
         if self.host_limit is not None and self.host_limit < 0:
             raise InvalidValueError(f"host_limit must not be negative, got {self.host_limit}")
 

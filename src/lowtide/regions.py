@@ -113,7 +113,8 @@ def _is_block(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False  # never called
     has_parts = any(True for _ in module.children())
-    return has_parts and not _is_marked(module) and any(True for _ in module.parameters())
+    has_marked = any(_is_marked(inner) for inner in module.modules())
+    return has_parts and not has_marked and any(True for _ in module.parameters())
 
 
 def _are_alike(blocks: list[tuple[str, nn.Module]]) -> bool:

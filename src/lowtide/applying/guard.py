@@ -29,7 +29,7 @@ class Guard:
         self._strict = strict
         self._reached: dict[str, RegionRuntime] = {}
         self._said: set[str] = set()
-        self._queued = False
+        self._backward = -1
         self.done = False
 
     def watch(self, region: RegionRuntime, output: Any) -> None:
@@ -48,13 +48,16 @@ class Guard:
             warnings.warn(f"lowtide: {message}", stacklevel=2)
 
     def _reach(self, region: RegionRuntime) -> None:
-        self._reached[region.ledger.name] = region
-        if not self._queued and not self.done:
-            self._queued = True
+        if self.done:
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # a new one; if the last failed, its callback never came
+            self._backward = backward
+            self._reached.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._check)
+        self._reached[region.ledger.name] = region
 
     def _check(self) -> None:
-        self._queued = False
         self.done = True
         findings = [text for region in self._reached.values() for text in _findings(region)]
         self._reached.clear()

@@ -47,15 +47,14 @@ def apply(
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"apply needs a torch.nn.Module, got {type(model).__name__}")
     wanted = Policy.parse(policy)
-    selected = None if regions is None else tuple(regions)
-    found = find_regions(model, selected)
+    found = find_regions(model, regions)
     previous = _applied_to(model)
-    if previous is not None:
-        if (previous.policy, previous.selected, previous.strict) == (wanted, selected, strict):
-            return previous
-        previous.remove()
+    if len(previous) == 1 and previous[0].is_the_same(wanted, found, strict=strict):
+        return previous[0]
+    for handle in previous:
+        handle.remove()
     _check_device(model, wanted, found)
-    return Applied(model, wanted, found, selected=selected, strict=strict)
+    return Applied(model, wanted, found, strict=strict)
 
 
 class Applied:
@@ -67,11 +66,9 @@ class Applied:
         policy: Policy,
         regions: list[Region],
         *,
-        selected: tuple[Selector, ...] | None,
         strict: bool,
     ) -> None:
         self.policy = policy
-        self.selected = selected
         self.strict = strict
         self.regions = regions
         self._store = HostStore(policy.host_limit) if _offloads(policy, regions) else None
@@ -79,6 +76,12 @@ class Applied:
         self._forwards: list[RegionForward] = []
         self._flags: list[nn.Module] = []
         self._install(model)
+
+    def is_the_same(self, policy: Policy, regions: list[Region], *, strict: bool) -> bool:
+        """Whether applying this again would change nothing."""
+        modules = [region.module for region in regions]
+        mine = [region.module for region in self.regions]
+        return (self.policy, self.strict) == (policy, strict) and modules == mine
 
     def report(self) -> Report:
         """What happened so far, per region."""
@@ -181,9 +184,11 @@ def _belongs_to(model: nn.Module) -> Callable[[torch.Tensor], bool]:
     return lambda tensor: tensor.untyped_storage().data_ptr() in addresses()
 
 
-def _applied_to(model: nn.Module) -> Applied | None:
+def _applied_to(model: nn.Module) -> list[Applied]:
+    """The handles that act on the model or on parts of it."""
+    owners: list[Applied] = []
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, RegionForward) and forward.runtime is not None:
-            return forward.runtime.owner
-    return None
+        if isinstance(forward, RegionForward) and forward.runtime is not None and forward.runtime.owner not in owners:
+            owners.append(forward.runtime.owner)
+    return owners

@@ -93,9 +93,9 @@ def as_schedule(offload: Literal["host"] | Store | Schedule | None) -> Schedule 
     if offload is None or isinstance(offload, Schedule):
         return offload
     if isinstance(offload, Store):
-        return Schedule(offload)
+        return offload.__dict__.setdefault("_schedule", Schedule(offload))  # type: ignore[no-any-return]
     if offload == "host":
-        return Schedule(HostStore())
+        return Schedule(HostStore(), alone=True)
     raise InvalidValueError(f'offload must be "host", a store or None, got {offload!r}')
 
 

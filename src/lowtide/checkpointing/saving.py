@@ -41,8 +41,9 @@ MIN_BYTES = 4096
 class Schedule:
     """Forward order within one store: the newest call, and what is already stored."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, alone: bool = False) -> None:
         self.store = store
+        self.alone = alone  # one call that no other follows: its tensors leave during its own forward
         self._newest: weakref.ref[Call] | None = None
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Entry] = weakref.WeakValueDictionary()
 
@@ -58,7 +59,8 @@ class Schedule:
         """The stored form of a tensor's bytes, and whether it is new. The same bytes are stored once."""
         key = _identity(tensor, span)
         entry = self._known.get(key)
-        if entry is not None and not entry.is_orphan:
+        # Once the bytes are away, equal versions prove nothing: `.data` and custom kernels write without counting.
+        if entry is not None and not entry.is_orphan and not entry.stored.is_away:
             return entry, False
         entry = _Entry(self.store.put(span.take(tensor)), _weak(tensor))
         self._known[key] = entry
@@ -115,6 +117,8 @@ class Call:
         self._skip = skip
         self._is_region = ahead is None
         self._ahead = ahead or 1
+        self._moves_something = False
+        self._on_host: torch.Tensor | None = None
         self._entries: list[weakref.ref[_Entry]] = []
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -122,10 +126,10 @@ class Call:
         version = tensor._version
         span = span_of(tensor) if self._is_worth_moving(tensor) else None
         if span is None:
-            self.ledger.saved_bytes += tensor.nbytes
+            self.ledger.saved_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
             kept = tensor.detach()
             return Packed(self, None, kept, kept, version)
-        self._schedule.store.check(tensor)
+        self._moves_something = True
         entry, is_new = self._schedule.entry(tensor, span)
         self.ledger.movable_bytes += entry.stored.nbytes
         if is_new:
@@ -157,11 +161,17 @@ class Call:
 
     def packed_all(self) -> None:
         """All inputs are packed: the call before this one may let go of its own."""
+        if self._on_host is not None and not self._moves_something:
+            self._schedule.store.check(self._on_host)
+        if self._schedule.alone:
+            self.start()
         if (previous := self.previous()) is not None:
             previous.start()
 
     def submitted(self) -> None:
         """This call's forward is submitted: the memory of the call before it goes back."""
+        if self._schedule.alone:
+            self.settle()
         if (previous := self.previous()) is not None:
             previous.settle()
 
@@ -194,9 +204,14 @@ class Call:
         return [entry for entry in (ref() for ref in self._entries) if entry is not None]
 
     def _is_worth_moving(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return False  # a run of bytes does not tell how they are to be read
         if tensor.nbytes < MIN_BYTES or isinstance(tensor, torch.nn.Parameter):
             return False
         if isinstance(tensor._base, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
+            return False
+        if tensor.device.type == "cpu":
+            self._on_host = tensor  # a side table is fine; a region with nothing else cannot be offloaded
             return False
         return self._skip is None or not self._skip(tensor)
 

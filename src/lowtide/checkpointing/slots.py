@@ -37,7 +37,7 @@ class Frame:
 def take_tensors(value: Any) -> tuple[list[torch.Tensor], Frame]:
     """All tensors in `value`, in order, and the frame that they leave."""
     tensors: list[torch.Tensor] = []
-    return tensors, Frame(_take(value, tensors))
+    return tensors, Frame(_take(value, tensors, {}))
 
 
 class _Container:
@@ -50,17 +50,19 @@ class _Container:
         self.items = items
 
 
-def _take(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _take(value: Any, tensors: list[torch.Tensor], slots: dict[int, _Slot]) -> Any:
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
+        if id(value) not in slots:  # one object, one slot: attention asks whether `query is key`
+            tensors.append(value)
+            slots[id(value)] = _Slot(len(tensors) - 1)
+        return slots[id(value)]
     parts = _parts(value)
     if parts is None:
         return value
     make, items = parts
-    before = len(tensors)
-    taken = [_take(item, tensors) for item in items]
-    return value if len(tensors) == before else _Container(make, taken)
+    taken = [_take(item, tensors, slots) for item in items]
+    has_tensors = any(type(item) in (_Slot, _Container) for item in taken)
+    return _Container(make, taken) if has_tensors else value
 
 
 def _fill(frame: Any, tensors: tuple[torch.Tensor, ...]) -> Any:

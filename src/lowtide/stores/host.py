@@ -32,6 +32,9 @@ class _Lanes(NamedTuple):
     to_device: torch.Stream
 
 
+_DEFAULT_STREAM = 0
+
+
 class Waits:
     """How long compute streams stood still for copies, from pairs of timed events around each wait."""
 
@@ -164,6 +167,9 @@ class _HostStored(Stored):
     def settle(self) -> None:
         if self._copied is not None and self._raw is not None:
             self._store.waits.wait(self._owner, self._copied)
+            if self._owner.stream_id != _DEFAULT_STREAM:  # then the memory may belong to another stream
+                self._raw.record_stream(self._owner)
+                self._raw.record_stream(self._store.lanes(self._device).to_host)
             self._raw = None
 
     def prefetch(self) -> None:

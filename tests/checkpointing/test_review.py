@@ -1,0 +1,146 @@
+"""Faults that a review of the engine found, each as it was shown."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import simdevice
+
+SHAPE = (64, 64)
+
+
+def leaf(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(SHAPE, dtype=dtype).to("sim").requires_grad_()
+
+
+def test_a_conjugate_view_is_not_taken_for_its_base(sim):
+    def grad(offload):
+        x = leaf(torch.complex64)
+        y = x * 1
+        out = lowtide.checkpoint(lambda a, b: (a * b * b).abs(), y, y.conj(), offload=offload)
+        lowtide.checkpoint(torch.tanh, out, offload=offload).sum().backward()
+        return x.grad.cpu()
+
+    assert torch.equal(grad(lowtide.Schedule(lowtide.HostStore())), grad(None))
+
+
+def test_one_object_stays_one_object_in_recompute(sim):
+    x = leaf()
+    same = []
+
+    def f(a, b, c):
+        same.append(a is b is c[0])
+        return (a.sin() if a is b else b.exp()) + c[0]
+
+    schedule = lowtide.Schedule(lowtide.HostStore())
+    y = x * 1
+    lowtide.checkpoint(
+        torch.tanh, lowtide.checkpoint(f, y, y, [y], offload=schedule), offload=schedule
+    ).sum().backward()
+    assert same == [True, True]
+
+
+def test_a_buffer_refilled_behind_autograd_is_stored_again(sim):
+    schedule = lowtide.Schedule(lowtide.HostStore())
+    weight = leaf()
+    buffer = torch.ones(SHAPE, device=sim)
+
+    def f(b):
+        return b * weight
+
+    first = lowtide.checkpoint(f, buffer, offload=schedule)
+    for _ in range(3):
+        first = lowtide.checkpoint(torch.tanh, first, offload=schedule)
+    buffer.data.copy_(torch.full(SHAPE, 3.0, device=sim))
+    second = lowtide.checkpoint(f, buffer, offload=schedule)
+    lowtide.checkpoint(torch.clone, second, offload=schedule).sum().backward()
+    assert weight.grad.eq(3).all().item()
+
+
+def test_memory_of_another_stream_is_not_given_back_under_a_copy(sim):
+    side = torch.Stream(device=sim)
+    schedule = lowtide.Schedule(lowtide.HostStore())
+    x = leaf() * 1
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        y = lowtide.checkpoint(torch.tanh, x, offload=schedule)
+        for _ in range(3):
+            y = lowtide.checkpoint(torch.tanh, y, offload=schedule)
+    del x
+    filler = [torch.ones(SHAPE, device=sim) for _ in range(4)]
+    with side:
+        y.sum().backward()
+    torch.accelerator.synchronize()
+    assert len(filler) == 4
+    assert simdevice.violations() == []
+
+
+@pytest.mark.parametrize("kind", ["word", "store", "schedule"])
+def test_every_form_of_offload_moves_bytes(sim, kind):
+    offload = {"word": "host", "store": lowtide.HostStore()}.get(kind) or lowtide.Schedule(lowtide.HostStore())
+    x = leaf()
+    simdevice.reset()
+    y = x * 1
+    for _ in range(4):
+        y = lowtide.checkpoint(torch.tanh, y, offload=offload)
+    y.sum().backward()
+    moved = simdevice.stats().d2h_bytes
+    assert moved >= 3 * x.nbytes
+    assert x.grad.isfinite().all().item()
+
+
+def test_a_side_table_on_the_cpu_stays_where_it_is(sim):
+    x, table = leaf(), torch.ones(SHAPE)
+    schedule = lowtide.Schedule(lowtide.HostStore())
+    y = lowtide.checkpoint(lambda h, t: h * t.sum().item(), x * 1, table, offload=schedule)
+    lowtide.checkpoint(torch.tanh, y, offload=schedule).sum().backward()
+    assert x.grad.isfinite().all().item()
+
+
+def test_the_guard_survives_a_backward_that_failed(sim, monkeypatch):
+    from lowtide.applying import region_forward
+
+    monkeypatch.setattr(region_forward, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))).to(sim).train()
+    lowtide.apply(model, "recompute")
+    x = leaf()
+    x.register_hook(lambda _: (_ for _ in ()).throw(ValueError("mine")))
+    with pytest.raises(ValueError, match="mine"):
+        model(x).sum().backward()
+    with pytest.raises(lowtide.LowtideError, match="expected a recompute"):
+        model(leaf()).sum().backward()
+
+
+def towers():
+    def stack():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
+
+    return nn.ModuleDict({"encoder": stack(), "decoder": stack()})
+
+
+def test_a_handle_on_a_part_is_not_taken_for_the_whole():
+    model = towers()
+    part = lowtide.apply(model["encoder"], "recompute")
+    whole = lowtide.apply(model, "recompute")
+    assert whole is not part
+    assert len(whole.regions) == 4
+    assert lowtide.apply(model, "recompute") is whole
+    whole.remove()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_two_handles_on_parts_both_give_way_to_the_whole():
+    model = towers()
+    lowtide.apply(model["encoder"], "recompute")
+    lowtide.apply(model["decoder"], "recompute")
+    lowtide.apply(model, "recompute(every=2)").remove()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_limit_in_a_rule_is_refused():
+    with pytest.raises(lowtide.LowtideError, match="holds for the whole model"):
+        lowtide.Policy.parse("none; layers.*: recompute+offload(host=4KiB)")
