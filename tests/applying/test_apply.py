@@ -293,6 +293,8 @@ class TestGuard:
         x = model.layers[0](x)
         model.layers[1](x)  # its output is not used
         x.sum().backward()
+        assert model.layers[0].up.weight.grad is not None
+        assert model.layers[1].up.weight.grad is None
 
 
 class TestWrongUse:

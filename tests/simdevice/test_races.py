@@ -283,6 +283,7 @@ class TestCorrectPrograms:
         with side:
             x.mul_(2)
         side.synchronize()
+        assert simdevice.violations() == []
 
     def test_two_halves_of_one_buffer_on_two_streams(self, sim, side):
         x = torch.empty(2000, device=sim)
