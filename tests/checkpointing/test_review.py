@@ -144,3 +144,23 @@ def test_two_handles_on_parts_both_give_way_to_the_whole():
 def test_a_limit_in_a_rule_is_refused():
     with pytest.raises(lowtide.LowtideError, match="holds for the whole model"):
         lowtide.Policy.parse("none; layers.*: recompute+offload(host=4KiB)")
+
+
+def test_a_prefetch_that_does_not_fit_is_fetched_later(sim, monkeypatch):
+    from lowtide.stores import host
+
+    def no_room(self):
+        if not self._was_refused:
+            self._was_refused = True
+            raise torch.OutOfMemoryError("early")
+        return fetch(self)
+
+    fetch = host._HostStored._fetch
+    monkeypatch.setattr(host._HostStored, "_was_refused", False, raising=False)
+    monkeypatch.setattr(host._HostStored, "_fetch", no_room)
+    schedule, x = lowtide.Schedule(lowtide.HostStore()), leaf()
+    y = x * 1
+    for _ in range(2):
+        y = lowtide.checkpoint(torch.tanh, y, offload=schedule)
+    y.sum().backward()
+    assert x.grad.isfinite().all().item()

@@ -79,3 +79,17 @@ def test_pieces_never_overlap(requests):
         for (slab, _, end), (next_slab, start, _) in itertools.pairwise(spans):
             assert slab != next_slab or end <= start
         assert slabs.used == sum(p.end - p.start for pieces in out for p in pieces)
+
+
+def test_a_failed_allocation_gives_back_what_was_taken():
+    count = iter(range(3))
+
+    def allocate(size):
+        if next(count) == 2:
+            raise RuntimeError("no pinned memory")
+        return torch.empty(size, dtype=torch.uint8)
+
+    slabs = SlabPool(slab_bytes=(SLAB, SLAB), allocate=allocate)
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        slabs.take(3 * SLAB)
+    assert (slabs.used, slabs.reserved) == (0, 0)

@@ -8,6 +8,7 @@ Nothing needs `record_stream`, and the host never waits.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -174,7 +175,8 @@ class _HostStored(Stored):
 
     def prefetch(self) -> None:
         if self._raw is None and not self._was_fetched:  # what was used once is hardly needed again
-            self._arriving = self._fetch()
+            with contextlib.suppress(torch.OutOfMemoryError):  # it was only early: `get` fetches it, or raises
+                self._arriving = self._fetch()
 
     def get(self) -> torch.Tensor:
         if self._raw is not None:
@@ -211,11 +213,11 @@ class _HostStored(Stored):
 
     @torch.no_grad()
     def _fetch(self) -> _Arriving:
-        self._was_fetched = True
-        self._fetched += self.nbytes
         owner = torch.accelerator.current_stream(self._device)
         lane = self._store.lanes(self._device).to_device
         raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
+        self._was_fetched = True
+        self._fetched += self.nbytes
         lane.wait_stream(owner)  # the memory may be that of a kernel which still runs
         lane.wait_event(self._copied)  # type: ignore[arg-type]  # it is away, so it was copied
         with lane:

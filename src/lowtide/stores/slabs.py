@@ -109,7 +109,11 @@ class SlabPool:
         pieces: list[Piece] = []
         while size > 0:
             part = min(size, self._next_slab())
-            piece = self._cut(-(-part // ALIGNMENT) * ALIGNMENT)
+            try:
+                piece = self._cut(-(-part // ALIGNMENT) * ALIGNMENT)
+            except RuntimeError:  # no pinned memory left: what was taken goes back first
+                self.give_back(pieces)
+                raise
             if piece is None:
                 self.give_back(pieces)
                 return None
