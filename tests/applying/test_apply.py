@@ -278,9 +278,9 @@ class TestGuard:
 
     def test_a_region_that_is_not_recomputed_is_an_error(self, sim, monkeypatch):
         """An engine that turned into a no-op: the region's forward runs, but nothing is run again."""
-        from lowtide.applying import region_forward
+        from lowtide.applying import region_runtime
 
-        monkeypatch.setattr(region_forward, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
+        monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
         model = build()
         lowtide.apply(model, "recompute")
         with pytest.raises(SilentNoOpError, match="expected a recompute in backward"):

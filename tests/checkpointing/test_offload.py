@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from chains import Twice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -90,18 +91,6 @@ def test_inside_a_checkpoint_it_does_nothing(sim):
 
 def test_a_second_read_of_saved_tensors_works(sim):
     """mamba#1020: a backward that reads `ctx.saved_tensors` twice."""
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            (again,) = ctx.saved_tensors
-            return grad * (x + again)
 
     x = batch().requires_grad_()
     with lowtide.offload():

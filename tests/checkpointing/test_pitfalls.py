@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chains import Twice
 from torch import nn
 from torch.nn import functional as F
 
@@ -84,18 +85,6 @@ def test_pitfall_9_parameters_that_are_released_between_forward_and_recompute(fr
 
 def test_pitfall_10_a_backward_that_reads_saved_tensors_twice_inside_a_region():
     """mamba#1020. Inside a checkpoint torch hands each recomputed tensor out once, and says so: no silent error."""
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            (again,) = ctx.saved_tensors
-            return grad * (x + again)
 
     x = torch.randn(8, 8, requires_grad=True)
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match="already unpacked once"):

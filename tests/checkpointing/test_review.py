@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 import lowtide
 from lowtide import simdevice
+from lowtide.applying.own_memory import OwnMemory
+from lowtide.measure import RegionLedger
 
 SHAPE = (64, 64)
 
@@ -102,9 +106,9 @@ def test_a_side_table_on_the_cpu_stays_where_it_is(sim):
 
 
 def test_the_guard_survives_a_backward_that_failed(sim, monkeypatch):
-    from lowtide.applying import region_forward
+    from lowtide.applying import region_runtime
 
-    monkeypatch.setattr(region_forward, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
+    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))).to(sim).train()
     lowtide.apply(model, "recompute")
     x = leaf()
@@ -164,3 +168,66 @@ def test_a_prefetch_that_does_not_fit_is_fetched_later(sim, monkeypatch):
         y = lowtide.checkpoint(torch.tanh, y, offload=schedule)
     y.sum().backward()
     assert x.grad.isfinite().all().item()
+
+
+def test_a_region_that_raises_does_not_break_the_chain(sim):
+    """The region before it still gives its memory back when the next one runs."""
+    schedule = lowtide.Schedule(store := lowtide.HostStore())
+    y = lowtide.checkpoint(torch.tanh, leaf() * 1, offload=schedule)
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        lowtide.checkpoint(fail, y, offload=schedule)
+    z = lowtide.checkpoint(torch.sin, y, offload=schedule)
+    assert schedule._newest().previous() is not None
+    assert store.bytes_used >= y.nbytes
+    z.sum().backward()
+
+
+def test_bytes_restored_on_one_stream_are_waited_for_on_another(sim):
+    """Two views of one tensor are unpacked on two streams, with a link so slow that a missing wait would be a race."""
+    simdevice.enable(h2d=1e6, d2h=1e6)
+    schedule = lowtide.Schedule(lowtide.HostStore())
+    y = leaf() * 1
+    call = schedule.begin(RegionLedger("one"))
+    packed = [call.pack(view) for view in (y, y.view(-1))]
+    call.start()
+    call.settle()
+    expected = y.cpu()
+    del y
+    first = call.unpack(packed[0])
+    side = torch.Stream(device=sim)
+    with side:
+        second = call.unpack(packed[1]) * 1
+    assert call.ledger.restored_bytes == first.nbytes, "brought back once"
+    torch.accelerator.current_stream().wait_stream(side)
+    assert torch.equal(first.cpu(), expected)
+    assert torch.equal(second.cpu(), expected.view(-1))
+
+
+def test_an_argument_that_holds_itself(sim):
+    @dataclasses.dataclass
+    class Linked:
+        value: torch.Tensor
+        self_: object = None
+
+    linked = Linked(leaf())
+    linked.self_ = linked
+    lowtide.checkpoint(lambda a: a.value.sin(), linked).sum().backward()
+    assert torch.equal(linked.value.grad.cpu(), linked.value.detach().cos().cpu())
+
+
+def test_parameters_that_came_later_are_known_as_the_models_own(sim):
+    """`load_state_dict(assign=True)` replaces all parameters but those that it does not name."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))).to(sim)
+    owned = OwnMemory(model)
+    owned.enter("0")
+    model[1][0].weight = nn.Parameter(torch.randn(64, 64, device=sim))
+    assert not owned.holds(model[1][0].weight)
+    owned.enter("1")
+    assert not owned.holds(model[1][0].weight)
+    owned.enter("0")
+    assert owned.holds(model[1][0].weight.view(-1))
+    assert not owned.holds(torch.empty(64, device=sim))

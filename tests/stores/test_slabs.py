@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lowtide.stores.slabs import ALIGNMENT, SlabPool
 
 SLAB = 8 * ALIGNMENT
+CPU = torch.device("cpu")
 
 
 def pool(limit: int | None = None) -> SlabPool:
@@ -20,7 +21,7 @@ def pool(limit: int | None = None) -> SlabPool:
 
 def test_small_pieces_share_a_slab():
     slabs = pool()
-    taken = [slabs.take(100) for _ in range(8)]
+    taken = [slabs.take(100, CPU) for _ in range(8)]
     assert slabs.reserved == SLAB
     assert slabs.used == 8 * ALIGNMENT
     assert all(len(pieces) == 1 for pieces in taken)
@@ -28,7 +29,7 @@ def test_small_pieces_share_a_slab():
 
 def test_a_large_request_is_spread_over_slabs_without_rounding_it_up():
     slabs = pool()
-    pieces = slabs.take(5 * SLAB + 1)
+    pieces = slabs.take(5 * SLAB + 1, CPU)
     assert slabs.used == 5 * SLAB + ALIGNMENT
     assert slabs.reserved == 6 * SLAB
     assert sum(piece.end - piece.start for piece in pieces) >= 5 * SLAB + 1
@@ -37,14 +38,14 @@ def test_a_large_request_is_spread_over_slabs_without_rounding_it_up():
 def test_slabs_grow_with_what_is_held():
     slabs = SlabPool(slab_bytes=(SLAB, 8 * SLAB), allocate=lambda size: torch.empty(size, dtype=torch.uint8))
     for _ in range(20):
-        slabs.take(SLAB)
+        slabs.take(SLAB, CPU)
     assert slabs.used == 20 * SLAB
     assert slabs.reserved <= 2 * slabs.used
 
 
 def test_returned_pieces_are_used_again_and_empty_slabs_go():
     slabs = pool()
-    first, second = slabs.take(SLAB), slabs.take(ALIGNMENT)
+    first, second = slabs.take(SLAB, CPU), slabs.take(ALIGNMENT, CPU)
     slabs.give_back(first)
     assert slabs.reserved == SLAB
     slabs.give_back(second)
@@ -54,15 +55,15 @@ def test_returned_pieces_are_used_again_and_empty_slabs_go():
 
 def test_the_limit_counts_whole_slabs_and_a_refusal_changes_nothing():
     slabs = pool(limit=2 * SLAB)
-    assert slabs.take(3 * SLAB) is None
+    assert slabs.take(3 * SLAB, CPU) is None
     assert (slabs.used, slabs.reserved) == (0, 0)
-    assert slabs.take(2 * SLAB) is not None
-    assert slabs.take(1) is None
+    assert slabs.take(2 * SLAB, CPU) is not None
+    assert slabs.take(1, CPU) is None
 
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_limit_below_a_page_takes_nothing(limit):
-    assert pool(limit).take(1) is None
+    assert pool(limit).take(1, CPU) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -72,7 +73,7 @@ def test_pieces_never_overlap(requests):
     slabs, out = pool(), []
     for request in requests:
         if request > 0:
-            out.append(slabs.take(request))
+            out.append(slabs.take(request, CPU))
         elif len(out) >= -request:
             slabs.give_back(out.pop(request))
         spans = sorted((id(p.slab), p.start, p.end) for pieces in out for p in pieces)
@@ -91,5 +92,14 @@ def test_a_failed_allocation_gives_back_what_was_taken():
 
     slabs = SlabPool(slab_bytes=(SLAB, SLAB), allocate=allocate)
     with pytest.raises(RuntimeError, match="no pinned memory"):
-        slabs.take(3 * SLAB)
+        slabs.take(3 * SLAB, CPU)
     assert (slabs.used, slabs.reserved) == (0, 0)
+
+
+def test_a_slab_serves_one_device():
+    slabs = pool()
+    (first,) = slabs.take(100, torch.device("sim", 0))
+    (second,) = slabs.take(100, torch.device("sim", 1))
+    (third,) = slabs.take(100, torch.device("sim", 0))
+    assert first.slab is third.slab
+    assert second.slab is not first.slab

@@ -1,8 +1,9 @@
 """The guard: after the first backward, what happened is compared with what the policy said.
 
-A flag that silently does nothing is what this project exists to end. Each region that ran is watched through one
-gradient hook on its output; when the first backward is over, a region that got a gradient and was not recomputed, or
-whose inputs never reached the store, is named in an error.
+A flag that silently does nothing is what this project exists to end. Each region that ran is watched through the nodes
+that it added to the graph and that saved something: when backward comes by one of them, the region must be recomputed.
+When the first backward is over, a region that was not, or whose inputs never reached the store, is named in an error.
+A block that added no such node (it was skipped, it handed its input on) owes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from torch.utils._pytree import tree_leaves
 from lowtide.errors import SilentNoOpError
 
 if TYPE_CHECKING:
-    from lowtide.applying.region_forward import RegionRuntime
+    from collections.abc import Iterator
+
+    from torch.autograd.graph import Node
+
+    from lowtide.applying.region_runtime import RegionRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +37,13 @@ class Guard:
         self._backward = -1
         self.done = False
 
-    def watch(self, region: RegionRuntime, output: Any) -> None:
-        """Note it if backward comes by; costs nothing once the check is done."""
+    def watch(self, region: RegionRuntime, output: Any, first_node: int) -> None:
+        """Note it if backward comes by a node from `first_node` on; costs nothing once the check is done."""
         if self.done:
             return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _grad: self._reach(region))  # type: ignore[no-untyped-call]
-                return
+        for node in _nodes_behind(output, first_node):
+            if _saves_something(node):
+                node.register_prehook(lambda _grads: self._reach(region))
 
     def say_once(self, message: str) -> None:
         """A warning, the first time."""
@@ -67,6 +71,28 @@ class Guard:
         if self._strict:
             raise SilentNoOpError(message)
         warnings.warn(f"lowtide: {message}", stacklevel=2)
+
+
+def _nodes_behind(output: Any, first_node: int) -> Iterator[Node]:
+    """The nodes of the graph behind some outputs that are not older than `first_node`."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    waiting = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or not first_node <= node._sequence_nr() < _ACCUMULATE_GRAD:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(inner for inner, _ in node.next_functions if inner is not None)
+
+
+_ACCUMULATE_GRAD = 2**63
+"""Nodes that collect a parameter's gradient carry the highest number of all."""
+
+
+def _saves_something(node: Node) -> bool:
+    return any(bool(getattr(node, name)) for name in dir(node) if name.startswith("_raw_saved_"))
 
 
 def _findings(region: RegionRuntime) -> list[str]:

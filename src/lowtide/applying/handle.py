@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,10 @@ import torch
 from torch import nn
 
 from lowtide.applying.guard import Guard
-from lowtide.applying.region_forward import RegionForward, RegionRuntime
+from lowtide.applying.own_memory import OwnMemory
+from lowtide.applying.region_runtime import RegionRuntime
 from lowtide.applying.report import RegionReport, Report
+from lowtide.applying.seam import Seam
 from lowtide.checkpointing import Schedule
 from lowtide.checkpointing.saving import OneByOne
 from lowtide.errors import InvalidValueError, OffloadError
@@ -22,7 +23,7 @@ from lowtide.regions import Region, find_regions
 from lowtide.stores import HostStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -70,12 +71,18 @@ class Applied:
     ) -> None:
         self.policy = policy
         self.strict = strict
-        self.regions = regions
+        self._regions = [(region.name, weakref.ref(region.module), region.index) for region in regions]
         self._store = HostStore(policy.host_limit) if _offloads(policy, regions) else None
         self._ledgers: list[tuple[RegionLedger, Policy]] = []
-        self._forwards: list[RegionForward] = []
-        self._flags: list[nn.Module] = []
-        self._install(model)
+        self._seams: list[Seam] = []
+        self._flags: list[weakref.ref[nn.Module]] = []
+        self._install(model, regions)
+
+    @property
+    def regions(self) -> list[Region]:
+        """The blocks that the policy acts on. The handle does not keep the model alive; without it there are none."""
+        alive = ((name, module(), index) for name, module, index in self._regions)
+        return [Region(name, module, index) for name, module, index in alive if module is not None]
 
     def is_the_same(self, policy: Policy, regions: list[Region], *, strict: bool) -> bool:
         """Whether applying this again would change nothing."""
@@ -95,11 +102,12 @@ class Applied:
 
     def remove(self) -> None:
         """Leave the model as it was. Doing it twice is fine."""
-        for forward in self._forwards:
-            forward.remove()
-        for module in self._flags:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-        self._forwards.clear()
+        for seam in reversed(self._seams):
+            seam.remove()
+        for flag in self._flags:
+            if (module := flag()) is not None:
+                module.gradient_checkpointing = True  # type: ignore[assignment]
+        self._seams.clear()
         self._flags.clear()
 
     def __enter__(self) -> Self:
@@ -110,31 +118,32 @@ class Applied:
     ) -> None:
         self.remove()
 
-    def _install(self, model: nn.Module) -> None:
+    def _install(self, model: nn.Module, regions: list[Region]) -> None:
         self._switch_off_own_checkpointing(model)
         guard = Guard(strict=self.strict)
         schedule = Schedule(self._store or HostStore())
-        skip = _belongs_to(model)
-        conveyor = OneByOne(schedule, skip)
-        for region in self.regions:
+        owned = OwnMemory(model)
+        conveyor = OneByOne(schedule, owned.holds)
+        for region in regions:
             policy = _policy_of(self.policy, region)
             ledger = RegionLedger(region.name)
             self._ledgers.append((ledger, policy))
             if policy.is_none:
                 continue
             where = schedule if policy.offload else None
-            runtime = RegionRuntime(policy, ledger, where, conveyor, guard, skip, owner=self)
-            forward = RegionForward(region.module, runtime)
-            forward.install()
-            self._forwards.append(forward)
+            runtime = RegionRuntime(policy, ledger, where, conveyor, guard, owned, owner=self)
+            seam = Seam(region.module, runtime)
+            seam.install()
+            self._seams.append(seam)
 
     def _switch_off_own_checkpointing(self, model: nn.Module) -> None:
         """Else every block would be recomputed twice."""
         if self.policy.is_none and not self.policy.overrides:
             return
-        self._flags = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-        for module in self._flags:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+                self._flags.append(weakref.ref(module))
         if self._flags:
             logger.warning(
                 "the model's own gradient checkpointing is switched off while Lowtide's policy %s is in force",
@@ -165,30 +174,13 @@ def _check_device(model: nn.Module, policy: Policy, regions: list[Region]) -> No
         )
 
 
-def _belongs_to(model: nn.Module) -> Callable[[torch.Tensor], bool]:
-    """A test for tensors that are a parameter's or a buffer's memory: moving those would free nothing."""
-    owners = weakref.ref(model)
-    seen: dict[int, set[int]] = {}
-
-    def addresses() -> set[int]:
-        module = owners()
-        if module is None:
-            return set()
-        first = next((parameter.data_ptr() for parameter in module.parameters()), 0)
-        if first not in seen:  # the model is new, or was moved
-            seen.clear()
-            own = itertools.chain(module.parameters(), module.buffers())
-            seen[first] = {tensor.untyped_storage().data_ptr() for tensor in own}
-        return seen[first]
-
-    return lambda tensor: tensor.untyped_storage().data_ptr() in addresses()
-
-
 def _applied_to(model: nn.Module) -> list[Applied]:
     """The handles that act on the model or on parts of it."""
     owners: list[Applied] = []
     for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, RegionForward) and forward.runtime is not None and forward.runtime.owner not in owners:
-            owners.append(forward.runtime.owner)
+        seam = module.__dict__.get("forward")
+        while isinstance(seam, Seam):
+            if seam.runtime is not None and seam.runtime.owner not in owners:
+                owners.append(seam.runtime.owner)
+            seam = seam.replaced
     return owners

@@ -44,7 +44,8 @@ def checkpoint(
 
     A selective policy (`context_fn`) that asks for CPU offload gets it: torch's eager mode would recompute instead.
 
-    One store serves many calls: pass the same one (or its `Schedule`) to all regions of a model, and copies overlap.
+    One store serves many calls: pass the same one (or its `Schedule`) to all regions of a model, and a region's copies
+    hide behind the next one's compute. The word `"host"` knows of no other call, and copies within its own.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -52,16 +53,21 @@ def checkpoint(
     schedule = as_schedule(offload)
     if context_fn is not None:
         context_fn = with_offload(context_fn, lambda: schedule or Schedule(HostStore()), ledger)
-    options = {
-        "context_fn": context_fn or torch_checkpoint.noop_context_fn,
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-        "preserve_rng_state": preserve_rng_state,
-    }
-    return run_region(function, args, kwargs, ledger=ledger, schedule=schedule, options=options)
+    return run_region(
+        function,
+        args,
+        kwargs,
+        ledger=ledger,
+        schedule=schedule,
+        context_fn=context_fn or torch_checkpoint.noop_context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        preserve_rng_state=preserve_rng_state,
+    )
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def run_region(
     function: Callable[..., T],
     args: tuple[Any, ...],
@@ -69,10 +75,13 @@ def run_region(
     *,
     ledger: RegionLedger,
     schedule: Schedule | None,
-    options: dict[str, Any],
     skip: Callable[[torch.Tensor], bool] | None = None,
+    **options: Any,
 ) -> T:
-    """One checkpointed call, with its counts. Its inputs go to the schedule's store; None leaves them on the device."""
+    """One checkpointed call, with its counts. Its inputs go to the schedule's store; None leaves them on the device.
+
+    In a compiled function it is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
+    """
     function, args, kwargs = _unbind(function, args, kwargs)
     tensors, frame = take_tensors((args, kwargs))
     replay = _Replay(function, args, kwargs, frame, ledger)
@@ -82,8 +91,12 @@ def run_region(
         return torch_checkpoint.checkpoint(replay, *tensors, use_reentrant=False, **options)  # type: ignore[no-any-return]
     call = schedule.begin(ledger, skip)
     replay.on_entry = call.packed_all
-    with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-        result: T = torch_checkpoint.checkpoint(replay, *tensors, use_reentrant=False, **options)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+            result: T = torch_checkpoint.checkpoint(replay, *tensors, use_reentrant=False, **options)
+    except BaseException:
+        schedule.forget(call)
+        raise
     call.submitted()
     return result
 

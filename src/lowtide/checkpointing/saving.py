@@ -55,6 +55,11 @@ class Schedule:
         self._newest = weakref.ref(call)
         return call
 
+    def forget(self, call: Call) -> None:
+        """Its forward failed: the next call follows the one before it."""
+        if self._newest is not None and self._newest() is call:
+            self._newest = call.preceding
+
     def entry(self, tensor: torch.Tensor, span: Span) -> tuple[_Entry, bool]:
         """The stored form of a tensor's bytes, and whether it is new. The same bytes are stored once."""
         key = _identity(tensor, span)
@@ -113,7 +118,7 @@ class Call:
     ) -> None:
         self.ledger = ledger
         self._schedule = schedule
-        self._previous = previous
+        self.preceding = previous
         self._skip = skip
         self._is_region = ahead is None
         self._ahead = ahead or 1
@@ -177,7 +182,7 @@ class Call:
 
     def previous(self) -> Call | None:
         """The call before this one, if its graph lives."""
-        return None if self._previous is None else self._previous()
+        return None if self.preceding is None else self.preceding()
 
     def start(self) -> None:
         """Begin to move this call's tensors away."""

@@ -37,7 +37,7 @@ class Frame:
 def take_tensors(value: Any) -> tuple[list[torch.Tensor], Frame]:
     """All tensors in `value`, in order, and the frame that they leave."""
     tensors: list[torch.Tensor] = []
-    return tensors, Frame(_take(value, tensors, {}))
+    return tensors, Frame(_take(value, tensors, {}, frozenset()))
 
 
 class _Container:
@@ -50,17 +50,17 @@ class _Container:
         self.items = items
 
 
-def _take(value: Any, tensors: list[torch.Tensor], slots: dict[int, _Slot]) -> Any:
+def _take(value: Any, tensors: list[torch.Tensor], slots: dict[int, _Slot], around: frozenset[int]) -> Any:
     if isinstance(value, torch.Tensor):
         if id(value) not in slots:  # one object, one slot: attention asks whether `query is key`
             tensors.append(value)
             slots[id(value)] = _Slot(len(tensors) - 1)
         return slots[id(value)]
-    parts = _parts(value)
+    parts = _parts(value) if id(value) not in around else None  # an object may hold itself
     if parts is None:
         return value
     make, items = parts
-    taken = [_take(item, tensors, slots) for item in items]
+    taken = [_take(item, tensors, slots, around | {id(value)}) for item in items]
     has_tensors = any(type(item) in (_Slot, _Container) for item in taken)
     return _Container(make, taken) if has_tensors else value
 

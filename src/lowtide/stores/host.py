@@ -42,6 +42,7 @@ class Waits:
     KEPT = 256
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._pairs: collections.deque[tuple[torch.Event, torch.Event]] = collections.deque()
         self._seconds = 0.0
 
@@ -52,15 +53,20 @@ class Waits:
         stream.wait_event(event)
         after.record(stream)
         self._pairs.append((before, after))
-        while len(self._pairs) > self.KEPT and self._pairs[0][1].query():
-            self._add(*self._pairs.popleft())
+        if len(self._pairs) > self.KEPT and self._lock.acquire(blocking=False):  # destructors come here: never wait
+            try:
+                while len(self._pairs) > self.KEPT and self._pairs[0][1].query():
+                    self._add(*self._pairs.popleft())
+            finally:
+                self._lock.release()
 
     def seconds(self) -> float:
-        while self._pairs:
-            before, after = self._pairs.popleft()
-            after.synchronize()
-            self._add(before, after)
-        return self._seconds
+        with self._lock:
+            for _ in range(len(self._pairs)):
+                before, after = self._pairs.popleft()
+                after.synchronize()
+                self._add(before, after)
+            return self._seconds
 
     def _add(self, before: torch.Event, after: torch.Event) -> None:
         self._seconds += before.elapsed_time(after) / 1e3
@@ -100,9 +106,9 @@ class HostStore(Store):
     def seconds_waited(self) -> float:
         return self.waits.seconds()
 
-    def take(self, size: int) -> list[Piece] | None:
+    def take(self, size: int, device: torch.device) -> list[Piece] | None:
         with self._lock:
-            return self._pool.take(size)
+            return self._pool.take(size, device)
 
     def give_back(self, pieces: list[Piece]) -> None:
         """Safe in destructors: it waits for no lock. If another thread has it, that one's next call does the rest."""
@@ -128,6 +134,15 @@ class _Arriving(NamedTuple):
     owner: torch.Stream
 
 
+class _Arrived(NamedTuple):
+    """Bytes that are back, as long as somebody else uses them."""
+
+    storage: StorageWeakRef
+    done: torch.Event
+    streams: set[torch.Stream]
+    """Those that have waited."""
+
+
 class _HostStored(Stored):
     """Held on the device, in flight, away, or on its way back."""
 
@@ -139,7 +154,7 @@ class _HostStored(Stored):
         self._pieces: list[Piece] = []
         self._copied: torch.Event | None = None
         self._arriving: _Arriving | None = None
-        self._restored: StorageWeakRef | None = None
+        self._restored: _Arrived | None = None
         self._fetched = 0
         self._was_fetched = False
         self.nbytes = raw.nbytes
@@ -152,10 +167,11 @@ class _HostStored(Stored):
     def start(self) -> bool:
         if self._copied is not None or self._raw is None:
             return True
-        pieces = self._store.take(self.nbytes)
-        if pieces is None:
-            return False
-        self._pieces = pieces
+        if not self._pieces:  # else an earlier attempt failed after it had them
+            pieces = self._store.take(self.nbytes, self._device)
+            if pieces is None:
+                return False
+            self._pieces = pieces
         lane, back = self._store.lanes(self._device)
         lane.wait_stream(self._owner)
         lane.wait_stream(back)  # the pieces may be those that a copy back still reads
@@ -182,20 +198,23 @@ class _HostStored(Stored):
         if self._raw is not None:
             return self._raw
         restored = self._still_restored()
-        if restored is None:
-            restored = self._arrived()
-            self._restored = StorageWeakRef(restored.untyped_storage())  # type: ignore[no-untyped-call]
-        return restored
+        return self._arrived() if restored is None else restored
 
     def _still_restored(self) -> torch.Tensor | None:
         """What another view of the same bytes brought back, if that is still in use."""
         if self._restored is None:
             return None
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored.cdata)
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored.storage.cdata)
         if storage is None:
             return None
         size = self.nbytes // self._dtype.itemsize
-        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, 0, (size,), (1,))
+        raw = torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, 0, (size,), (1,))
+        current = torch.accelerator.current_stream(self._device)
+        if current not in self._restored.streams:
+            self._store.waits.wait(current, self._restored.done)
+            raw.record_stream(current)
+            self._restored.streams.add(current)
+        return raw
 
     def take_fetched(self) -> int:
         fetched, self._fetched = self._fetched, 0
@@ -209,6 +228,8 @@ class _HostStored(Stored):
         if current != owner:  # allocated while another stream was current
             owner.wait_event(done)
             raw.record_stream(current)
+        storage = StorageWeakRef(raw.untyped_storage())  # type: ignore[no-untyped-call]
+        self._restored = _Arrived(storage, done, {current, owner})
         return raw
 
     @torch.no_grad()
@@ -236,7 +257,9 @@ class _HostStored(Stored):
 
     def __del__(self) -> None:
         """The graph died. Device memory under a copy is given back in order; so are the pieces."""
-        self.settle()
-        if self._arriving is not None:
-            self._arriving.owner.wait_event(self._arriving.done)
-        self._store.give_back(self._pieces)
+        try:
+            self.settle()
+            if self._arriving is not None:
+                self._arriving.owner.wait_event(self._arriving.done)
+        finally:
+            self._store.give_back(self._pieces)

@@ -1,5 +1,7 @@
 """A bounded pool of pinned memory, cut out of slabs.
 
+A slab serves one device: copies to and from it are in the order of that device's streams, and of no other's.
+
 Torch's host allocator rounds every block to a power of two, which can double the memory that offload takes. So the
 pool asks for slabs of one power-of-two size and cuts them itself: a large tensor is spread over several slabs, and
 small ones share one. A slab goes back to torch (which caches it) when nothing in it is used.
@@ -26,6 +28,7 @@ SLAB_BYTES = (4 * 1024**2, 256 * 1024**2)
 @dataclasses.dataclass(eq=False)
 class _Slab:
     memory: torch.Tensor
+    device: torch.device
     free: list[tuple[int, int]]  # (start, end), sorted, never touching
 
     @property
@@ -103,14 +106,14 @@ class SlabPool:
         self.collect()
         return sum(slab.memory.numel() for slab in self._slabs)
 
-    def take(self, size: int) -> list[Piece] | None:
-        """Pieces that hold `size` bytes together, or nothing if the limit does not allow it."""
+    def take(self, size: int, device: torch.device) -> list[Piece] | None:
+        """Pieces that hold `size` bytes of a device together, or nothing if the limit does not allow it."""
         self.collect()
         pieces: list[Piece] = []
         while size > 0:
             part = min(size, self._next_slab())
             try:
-                piece = self._cut(-(-part // ALIGNMENT) * ALIGNMENT)
+                piece = self._cut(-(-part // ALIGNMENT) * ALIGNMENT, device)
             except RuntimeError:  # no pinned memory left: what was taken goes back first
                 self.give_back(pieces)
                 raise
@@ -136,15 +139,15 @@ class SlabPool:
         left = self._limit - reserved
         return max(ALIGNMENT, min(size, left // ALIGNMENT * ALIGNMENT))
 
-    def _cut(self, size: int) -> Piece | None:
+    def _cut(self, size: int, device: torch.device) -> Piece | None:
         for slab in self._slabs:
-            start = slab.cut(size)
+            start = slab.cut(size) if slab.device == device else None
             if start is not None:
                 return Piece(slab, start, start + size)
         length = max(self._next_slab(), size)
         if self._limit is not None and sum(s.memory.numel() for s in self._slabs) + length > self._limit:
             return None
-        slab = _Slab(self._allocate(length), [(size, length)] if length > size else [])
+        slab = _Slab(self._allocate(length), device, [(size, length)] if length > size else [])
         self._slabs.append(slab)
         return Piece(slab, 0, size)
 

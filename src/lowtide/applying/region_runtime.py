@@ -1,0 +1,84 @@
+"""What the seam of a block does in training: recompute, offload or both, and let the guard see the result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+
+from lowtide.checkpointing.core import run_region
+from lowtide.checkpointing.offloading import offload_hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from lowtide.applying.guard import Guard
+    from lowtide.applying.handle import Applied
+    from lowtide.applying.own_memory import OwnMemory
+    from lowtide.checkpointing import Schedule
+    from lowtide.checkpointing.saving import OneByOne
+    from lowtide.measure import RegionLedger
+    from lowtide.policy import Policy
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""Keywords under which models hand key-value caches to their blocks."""
+
+
+class RegionRuntime:
+    """What a region needs while the policy is in force. It stays in this process."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        ledger: RegionLedger,
+        schedule: Schedule | None,
+        conveyor: OneByOne,
+        guard: Guard,
+        owned: OwnMemory,
+        owner: Applied,
+    ) -> None:
+        self.policy = policy
+        self.ledger = ledger
+        self.schedule = schedule
+        self.conveyor = conveyor
+        self.guard = guard
+        self.owned = owned
+        self.owner = owner
+
+    def is_active(self, module: nn.Module) -> bool:
+        """Whether there is a backward to come."""
+        return module.training and torch.is_grad_enabled()
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward under its policy."""
+        first_node = _get_sequence_nr()
+        output = self._run(forward, args, kwargs)
+        self.guard.watch(self, output, first_node)
+        return output
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.policy.offload:
+            self.owned.enter(self.ledger.name)
+        if not self.policy.recompute:
+            self.ledger.forwards += 1
+            with offload_hooks(self.conveyor, self.ledger):
+                return forward(*args, **kwargs)
+        args, kwargs = self._without_caches(args, kwargs)
+        return run_region(forward, args, kwargs, ledger=self.ledger, schedule=self.schedule, skip=self.owned.holds)
+
+    def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A recomputed forward would write to a cache twice, and training has no use for one."""
+        found = [name for name in CACHES if kwargs.get(name) is not None]
+        positional = [_is_cache(arg) for arg in args]
+        if not found and not any(positional):
+            return args, kwargs
+        self.guard.say_once(f"key-value caches are dropped in training (first seen in {self.ledger.name})")
+        args = tuple(None if is_cache else arg for arg, is_cache in zip(args, positional, strict=True))
+        return args, {**kwargs, **dict.fromkeys(found)}
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__name__.endswith("Cache") and hasattr(value, "update")

@@ -1,0 +1,107 @@
+"""The seam: an object in a module's instance dictionary that takes the place of its `forward`.
+
+Hooks of the module (FSDP's, DeepSpeed's, a user's) stay outside it. It knows its module, so a deep copy or an unpickled
+model calls its own parameters; and it is active only in the model that the policy was applied to: a copy runs plainly.
+It holds the module weakly, so that a model dies with its last reference as it did before.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+
+from lowtide.errors import LowtideError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from lowtide.applying.handle import Applied
+
+
+class Runtime(Protocol):
+    """What a seam does while a policy is in force. It stays in this process."""
+
+    owner: Applied
+
+    def is_active(self, module: nn.Module) -> bool:
+        """Whether this call is one to act on."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, under the policy."""
+
+
+class Seam:
+    """Takes the place of one module's `forward`."""
+
+    def __init__(self, module: nn.Module, runtime: Runtime | None) -> None:
+        self.runtime = runtime
+        self.replaced = module.__dict__.get("forward")  # somebody else's, if there was one
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. It can be gone only if this object was kept beyond it."""
+        module = self._module()
+        if module is None:
+            raise LowtideError("the module of this forward is gone: call the module, not a forward taken from it")
+        return module
+
+    # To torch.compile this is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        plain = self._plain(module)
+        if self.runtime is None or not self.runtime.is_active(module):
+            return plain(*args, **kwargs)
+        return self.runtime.run(plain, args, kwargs)
+
+    def _plain(self, module: nn.Module) -> Callable[..., Any]:
+        """The module's forward as it was. It holds the module, for a backward that outlives the model's last name."""
+        if self.replaced is not None:
+            return self.replaced  # type: ignore[no-any-return]
+        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+
+    def install(self) -> None:
+        attributes = self.module.__dict__
+        attributes["forward"] = self
+        attributes["_replicate_for_data_parallel"] = _refuse_data_parallel
+
+    def remove(self) -> None:
+        self.runtime = None
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return  # somebody wrapped it since: what they hold runs plainly from now on
+        if self.replaced is not None:
+            module.__dict__["forward"] = self.replaced
+        else:
+            del module.__dict__["forward"]
+        if not isinstance(self.replaced, Seam):
+            module.__dict__.pop("_replicate_for_data_parallel", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles get the module, not the runtime: streams and pinned memory belong to this process."""
+        return {"module": self._module(), "replaced": self.replaced}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.runtime = None
+        self.replaced = state["replaced"]
+        self._module = weakref.ref(state["module"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Seam:
+        twin = Seam.__new__(Seam)
+        memo[id(self)] = twin
+        twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        return twin
+
+
+def _refuse_data_parallel() -> NoReturn:
+    """`nn.DataParallel` copies attributes: its replicas would run the original's forward, on the original's device."""
+    raise LowtideError(
+        "nn.DataParallel cannot run a model with a Lowtide policy: use DistributedDataParallel (torchrun), "
+        "or make one GPU visible (CUDA_VISIBLE_DEVICES=0)"
+    )

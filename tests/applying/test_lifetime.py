@@ -1,0 +1,68 @@
+"""An applied model lives and dies as it did before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from test_apply import build, train_step
+from torch import nn
+
+import lowtide
+from lowtide.errors import LowtideError
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("keep_handle", [False, True])
+def test_a_model_dies_with_its_last_reference(no_collector, keep_handle):
+    model = build("cpu")
+    handle = lowtide.apply(model, "recompute") if keep_handle else None
+    lowtide.apply(model, "recompute")
+    train_step(model, "cpu")
+    gone = weakref.ref(model.layers[0])
+    del model
+    assert gone() is None
+    if handle is not None:
+        assert handle.regions == []
+        assert handle.report().regions[0].recomputes == 1
+        handle.remove()
+
+
+def test_backward_after_the_models_last_name_is_gone():
+    model = build("cpu")
+    weights = list(model.parameters())
+    lowtide.apply(model, "recompute")
+    loss = model(torch.ones(4, 32)).sum()
+    del model
+    loss.backward()
+    assert all(weight.grad is not None for weight in weights)
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301  (our own bytes)
+def test_a_copy_runs_its_own_parameters(twin_of):
+    model = build("cpu")
+    lowtide.apply(model, "recompute")
+    twin = twin_of(model)
+    train_step(twin, "cpu")
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_data_parallel_is_refused():
+    model = build("cpu")
+    before = dict(model.layers[0].__dict__)
+    with lowtide.apply(model, "recompute"), pytest.raises(LowtideError, match="DistributedDataParallel"):
+        model.layers[0]._replicate_for_data_parallel()
+    assert model.layers[0].__dict__ == before
+    assert isinstance(model.layers[0]._replicate_for_data_parallel(), nn.Module)

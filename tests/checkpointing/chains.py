@@ -1,0 +1,62 @@
+"""Chains of regions that count their calls: what several test modules run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import lowtide
+
+TOKENS, WIDTH = 64, 32
+BOUNDARY = TOKENS * WIDTH * 4  # bytes of one hidden state
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).tanh()
+
+
+def chain(layers, x, schedule):
+    for layer in layers:
+        x = lowtide.checkpoint(layer, x, offload=schedule)
+    return x
+
+
+def counted_layers(count=3):
+    torch.manual_seed(0)
+    return nn.ModuleList(Counted() for _ in range(count)).to("sim")
+
+
+def leaf():
+    torch.manual_seed(1)
+    return torch.randn(TOKENS, WIDTH).to("sim").requires_grad_()
+
+
+def reference_grad(layers, x, times=1):
+    y = x
+    for layer in layers:
+        y = layer(y)
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    for layer in layers:
+        layer.calls = 0
+    return (grad * times).cpu()
+
+
+class Twice(torch.autograd.Function):
+    """A square whose backward reads its saved tensors twice: mamba#1020."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        (again,) = ctx.saved_tensors
+        return grad * (x + again)
