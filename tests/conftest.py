@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,8 +22,6 @@ def _device_comes_first() -> None:
 @pytest.fixture
 def sim() -> Iterator[str]:
     """The emulated device in its default state. A test that breaks a rule must say so with `expect_violation`."""
-    if simdevice.stats().live_bytes:
-        gc.collect()  # what an earlier test left in a cycle would be freed in the middle of this one
     default = simdevice.Settings()
     simdevice.enable(
         memory=default.memory,
