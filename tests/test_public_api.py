@@ -39,8 +39,10 @@ def test_exported_names_are_pinned():
         "__version__",
         "apply",
         "checkpoint",
+        "linear_cross_entropy",
         "offload",
         "simdevice",
+        "tile",
     ]
     assert simdevice.__all__ == [
         "Settings",

@@ -13,8 +13,10 @@ from lowtide._version import __version__
 from lowtide.applying import Applied, apply
 from lowtide.checkpointing import Schedule, checkpoint, offload
 from lowtide.errors import LowtideError
+from lowtide.losses import linear_cross_entropy
 from lowtide.policy import Policy
 from lowtide.stores import HostStore
+from lowtide.tiling import tile
 
 __all__ = [
     "Applied",
@@ -25,8 +27,10 @@ __all__ = [
     "__version__",
     "apply",
     "checkpoint",
+    "linear_cross_entropy",
     "offload",
     "simdevice",
+    "tile",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -45,3 +45,7 @@ class SilentNoOpError(LowtideError, RuntimeError):
 
 class NoRegionError(LowtideError, ValueError):
     """No block was found in the model that a policy could act on."""
+
+
+class NotTokenWiseError(LowtideError, ValueError):
+    """A module that should be tiled makes something of a token that depends on other tokens."""

@@ -29,3 +29,15 @@ class RegionLedger:
     def kept_bytes(self) -> int:
         """Saved bytes that stayed on the device: shared, small, beyond a limit, or of the last region."""
         return self.saved_bytes - self.packed_bytes
+
+
+@dataclasses.dataclass
+class TileLedger:
+    """The counts of one tiled module since it was applied."""
+
+    name: str
+    calls: int = 0
+    tiles: int = 0
+    """Tiles run in forward; as many as calls if nothing was long enough to be cut."""
+    recomputed_tiles: int = 0
+    """Tiles run again in backward."""

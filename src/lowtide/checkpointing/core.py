@@ -10,9 +10,9 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from lowtide.checkpointing.saving import Schedule
 from lowtide.checkpointing.selective import with_offload
-from lowtide.checkpointing.slots import Frame, take_tensors
 from lowtide.errors import InvalidValueError
 from lowtide.measure import RegionLedger
+from lowtide.slots import Frame, take_tensors
 from lowtide.stores import HostStore, Store
 
 if TYPE_CHECKING:

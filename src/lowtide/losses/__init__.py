@@ -1,0 +1,7 @@
+"""`lowtide.linear_cross_entropy`: the loss of a language model, without its logits ever being whole."""
+
+from __future__ import annotations
+
+from lowtide.losses.function import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy"]

@@ -1,0 +1,77 @@
+"""The arithmetic of one tile: from hidden states to losses, and to the gradient of the logits.
+
+All in single precision (double for doubles), on one buffer of the size of the tile's logits:
+
+    z = hidden @ weight.T + bias        v = softcap * tanh(scale * z / softcap)
+    loss = log(sum(exp(v))) - (1 - s) * v[label] - s * mean(v)        s: label smoothing
+    d loss / d v = softmax(v) - (1 - s) * one_hot(label) - s / classes
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+
+class LossOptions(NamedTuple):
+    """What turns logits into losses."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    logit_softcap: float | None = None
+    logit_scale: float | None = None
+
+
+class TileLoss:
+    """The losses of a tile's tokens, and the buffer that becomes the gradient of its logits."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        options: LossOptions,
+    ) -> None:
+        self._options = options
+        self._dtype = hidden.dtype
+        self._valid = labels != options.ignore_index
+        self._labels = labels.masked_fill(~self._valid, 0).unsqueeze(1)
+        logits = F.linear(hidden, weight, bias)
+        values = logits if logits.dtype is torch.double else logits.float()
+        del logits
+        if options.logit_scale is not None:
+            values.mul_(options.logit_scale)
+        self._bent: torch.Tensor | None = None
+        if options.logit_softcap is not None:
+            self._bent = values.div_(options.logit_softcap).tanh_()
+            values = self._bent * options.logit_softcap
+        self.losses = self._losses_and_exponentials(values)
+
+    def _losses_and_exponentials(self, values: torch.Tensor) -> torch.Tensor:
+        """The losses; `values` becomes its own exponentials, up to a factor."""
+        smoothing = self._options.label_smoothing
+        target = values.gather(1, self._labels).squeeze(1)
+        if smoothing:
+            target = (1 - smoothing) * target + smoothing * values.mean(1)
+        largest = values.amax(1, keepdim=True)
+        self._exponentials = values.sub_(largest).exp_()
+        self._sums = self._exponentials.sum(1, keepdim=True)
+        return torch.where(self._valid, self._sums.log().add_(largest).squeeze(1) - target, 0)
+
+    def logit_gradient(self, upstream: torch.Tensor) -> torch.Tensor:
+        """The gradient of the logits for a gradient per token; spends the buffer."""
+        options = self._options
+        gradient = self._exponentials.div_(self._sums)
+        on_target = torch.full_like(self._sums, options.label_smoothing - 1)
+        gradient.scatter_add_(1, self._labels, on_target)
+        if options.label_smoothing:
+            gradient.sub_(options.label_smoothing / gradient.shape[1])
+        if self._bent is not None:
+            gradient.mul_(self._bent.square_().neg_().add_(1))
+        factor = torch.where(self._valid, upstream.to(gradient.dtype), 0)
+        if options.logit_scale is not None:
+            factor = factor * options.logit_scale
+        return gradient.mul_(factor.unsqueeze(1)).to(self._dtype)

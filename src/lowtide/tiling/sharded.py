@@ -1,0 +1,62 @@
+"""FSDP2 units inside a tiled module stay unsharded while the tiles run, forward and backward.
+
+Else every tile would gather every weight again. It also makes the collectives of a call the same whatever the number of
+its tiles, so that ranks with sequences of different lengths meet. Units around the tiled module need no care.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+def inner_units(module: nn.Module | None) -> list[Any]:
+    """The FSDP2 units inside a module, without itself."""
+    if module is None or "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [inner for inner in module.modules() if inner is not module and isinstance(inner, FSDPModule)]
+
+
+@contextlib.contextmanager
+def unsharded_in_forward(units: list[Any]) -> Iterator[None]:
+    """Units that are gathered inside stay so until the end."""
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    before = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None  # what `set_reshard_after_forward(False)` sets; it cannot be read back
+    try:
+        yield
+    finally:
+        for group, mesh in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = mesh
+            if mesh is not None:
+                group.reshard()
+
+
+class UnshardedInBackward:
+    """The same for backward, which has no block of code around it: begun with the first tile, ended with the last."""
+
+    def __init__(self, units: list[Any]) -> None:
+        self._groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        self._before: list[bool] | None = None
+
+    def begin(self) -> None:
+        if self._before is None:
+            self._before = [group.reshard_after_backward for group in self._groups]
+            for group in self._groups:
+                group.reshard_after_backward = False
+
+    def end(self) -> None:
+        before, self._before = self._before, None
+        for group, reshards in zip(self._groups, before or [], strict=False):
+            group.reshard_after_backward = reshards
+            if reshards:
+                group.reshard()

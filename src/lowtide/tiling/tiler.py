@@ -1,0 +1,273 @@
+"""The graph-native tiler: a token-wise function runs tile by tile, and one tile's intermediates live at a time.
+
+Others hide the tiles in an `autograd.Function` that calls `.backward()` on each; then parameters' hooks fire per tile,
+and DDP, router losses and unused experts break. Here each tile is run in grad mode, so its nodes are in the graph like
+any others, and autograd itself sums the tiles: every hook fires once. Only what the nodes *save* is handled:
+
+- The inputs are saved first, once, by a node of their own. A checkpoint around the tiler thereby stops its recompute
+  right there, before any tile is run again; a store around it sees the inputs and nothing else.
+- What a tile's nodes save is dropped and numbered. When backward asks for the first of them, the tile is run again
+  under its random state and autocast, up to the last number, and what it saves is handed out. Backward asks tile by
+  tile, because autograd takes the youngest node first.
+
+The saved inputs are unpacked once per backward for all tiles: torch's checkpoint refuses a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.errors import InPlaceError, LowtideError
+from lowtide.slots import take_tensors
+from lowtide.tiling.sharded import UnshardedInBackward, inner_units, unsharded_in_forward
+from lowtide.tiling.sums import Sums
+from lowtide.tiling.surroundings import Autocast, RandomState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.measure import TileLedger
+    from lowtide.slots import Frame
+    from lowtide.tiling.sums import Accumulate
+    from lowtide.tiling.tokens import TokenGrid
+
+
+def run_tiles(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    grid: TokenGrid,
+    ledger: TileLedger,
+    accumulate: Accumulate = "auto",
+) -> Any:
+    """`function(*args, **kwargs)`, with every tensor that has a row per token cut into tiles."""
+    ledger.calls += 1
+    ledger.tiles += len(grid.sizes)
+    tensors, frame = take_tensors((args, kwargs))
+    del args, kwargs
+    module = module_of(function)
+    units = inner_units(module)
+    with unsharded_in_forward(units):
+        if not torch.is_grad_enabled():
+            calls = (frame.fill(tile) for tile in _cut(tensors, grid))
+            return grid.join([function(*args, **kwargs) for args, kwargs in calls])
+        handed_on, inputs = _save(tensors, grid, units)
+        autocast = Autocast(tensors[0].device)
+        call = _Call(function, frame, inputs, autocast, ledger, runs_to_the_end=_has_partitioned_weights(module))
+        return grid.join(_run(call, _cut(handed_on, grid), Sums(module, accumulate)))
+
+
+def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: Sums) -> list[Any]:
+    outputs = []
+    before = RandomState(*tiles[0])
+    for index, tensors in enumerate(tiles):
+        tile = _Tile(call, index)
+        args, kwargs = call.frame.fill(tensors)
+        with sums.used(), call.autocast.restored(), torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack):
+            outputs.append(call.function(*args, **kwargs))
+        after = RandomState(*tensors)
+        if after != before:
+            tile.random, before = before, after
+    return outputs
+
+
+def _cut(tensors: list[torch.Tensor], grid: TokenGrid) -> list[tuple[torch.Tensor, ...]]:
+    """The tensors of each tile: those with a row per token are cut, the others are the same for all."""
+    tiles = len(grid.sizes)
+    columns = [grid.cut(tensor) if grid.covers(tensor) else [tensor] * tiles for tensor in tensors]
+    return list(zip(*columns, strict=True))
+
+
+class _Unpacked:
+    """The saved inputs while a backward runs, cut into tiles. Begun by its first tile, ended by the node that saved."""
+
+    def __init__(self, units: list[Any]) -> None:
+        self.backward = -1
+        self.tiles: list[tuple[torch.Tensor, ...]] = []
+        self._unsharded = UnshardedInBackward(units)
+
+    def begin(self, backward: int, tiles: list[tuple[torch.Tensor, ...]]) -> None:
+        self.backward, self.tiles = backward, tiles
+        self._unsharded.begin()
+
+    def end(self) -> None:
+        self.backward, self.tiles = -1, []
+        self._unsharded.end()
+
+
+class _Save(torch.autograd.Function):
+    """Saves all tensors, and hands those on that need a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, unpacked: _Unpacked, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.unpacked = unpacked
+        ctx.needs = ctx.needs_input_grad[1:]
+        return tuple(tensor.view_as(tensor) for tensor, needs in zip(tensors, ctx.needs, strict=True) if needs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.unpacked.end()
+        given = iter(gradients)
+        return None, *[next(given) if needs else None for needs in ctx.needs]
+
+
+def _save(tensors: list[torch.Tensor], grid: TokenGrid, units: list[Any]) -> tuple[list[torch.Tensor], _SavedInputs]:
+    """The tensors as the tiles are to use them, and a way to have them again in backward."""
+    unpacked = _Unpacked(units)
+    needs = [tensor.requires_grad for tensor in tensors]
+    carrier = [] if any(needs) else [torch.empty(0, requires_grad=True)]  # a node needs one that requires a gradient
+    out = _Save.apply(unpacked, *tensors, *carrier)  # type: ignore[no-untyped-call]
+    given = iter(out)
+    handed_on = [next(given) if needed else tensor for tensor, needed in zip(tensors, needs, strict=True)]
+    return handed_on, _SavedInputs(out[0].grad_fn, unpacked, needs, grid)
+
+
+class _SavedInputs:
+    """The inputs of a call. It holds the node that saved them; the tensors are wherever that node's hooks put them."""
+
+    def __init__(self, node: Any, unpacked: _Unpacked, needs_grad: list[bool], grid: TokenGrid) -> None:
+        self._node = node
+        self._unpacked = unpacked
+        self._needs_grad = needs_grad
+        self._grid = grid
+
+    def tile(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The inputs of one tile, as leaves of a graph of their own. They are unpacked once per backward."""
+        backward = torch._C._current_graph_task_id()
+        if backward < 0 or self._unpacked.backward != backward:
+            saved = [tensor.detach() for tensor in self._node.saved_tensors[: len(self._needs_grad)]]
+            self._unpacked.begin(backward, _cut(saved, self._grid))
+            if not any(self._needs_grad) and backward >= 0:  # no gradient will come by the node
+                torch.autograd.Variable._execution_engine.queue_callback(self._unpacked.end)
+        tensors = zip(self._unpacked.tiles[index], self._needs_grad, strict=True)
+        return tuple(tensor.detach().requires_grad_(needs) for tensor, needs in tensors)
+
+
+class _Call:
+    """One call of a tiled function."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        frame: Frame,
+        inputs: _SavedInputs,
+        autocast: Autocast,
+        ledger: TileLedger,
+        *,
+        runs_to_the_end: bool,
+    ) -> None:
+        self.function = function
+        self.frame = frame
+        self.inputs = inputs
+        self.autocast = autocast
+        self.ledger = ledger
+        self.runs_to_the_end = runs_to_the_end
+        self._current: weakref.ref[_Tile] | None = None
+
+    def enter(self, tile: _Tile) -> None:
+        """A tile is run again: what the one before it did not need after all goes."""
+        before = self._current() if self._current is not None else None
+        if before is not None and before is not tile:
+            before.forget()
+        self._current = weakref.ref(tile)
+
+
+class _Dropped(NamedTuple):
+    """What the graph holds for a tensor that a tile saved."""
+
+    tile: _Tile
+    number: int
+
+
+class _Enough(Exception):  # noqa: N818  (not an error: it ends a recompute)
+    """All that backward needs has been computed."""
+
+
+class _Tile:
+    """One tile of one call: how many tensors it saved, and those that were computed again."""
+
+    def __init__(self, call: _Call, index: int) -> None:
+        self.random: RandomState | None = None
+        self._call = call
+        self._index = index
+        self._versions: list[int | None] = []
+        self._recomputed: list[torch.Tensor | None] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Dropped:
+        """Autograd's pack hook: the tensor goes, its number stays."""
+        self._versions.append(_version_of_weight(tensor))
+        return _Dropped(self, len(self._versions) - 1)
+
+    def get(self, number: int) -> torch.Tensor:
+        """A tensor again. Each is handed out once; asked for another time, the tile is run another time."""
+        if not self._recomputed or self._recomputed[number] is None:
+            self._recompute()
+        tensor, self._recomputed[number] = self._recomputed[number], None
+        return tensor  # type: ignore[return-value]  # it was just computed
+
+    def forget(self) -> None:
+        """Let go of what was computed again and not asked for."""
+        self._recomputed = []
+
+    def _recompute(self) -> None:
+        call = self._call
+        call.enter(self)
+        args, kwargs = call.frame.fill(call.inputs.tile(self._index))
+        call.ledger.recomputed_tiles += 1
+        self._recomputed = []
+        with (
+            contextlib.suppress(_Enough),
+            self.random.restored() if self.random is not None else contextlib.nullcontext(),
+            call.autocast.restored(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(self._record, _as_it_is),
+        ):
+            call.function(*args, **kwargs)
+        if len(self._recomputed) != len(self._versions):
+            raise LowtideError(
+                f"{call.ledger.name}: tile {self._index} saved {len(self._versions)} tensors in forward and "
+                f"{len(self._recomputed)} when it was run again: what it computes depends on something that changed"
+            )
+
+    def _record(self, tensor: torch.Tensor) -> torch.Tensor:
+        number = len(self._recomputed)
+        if number < len(self._versions) and self._versions[number] not in (None, _version_of_weight(tensor)):
+            raise InPlaceError(
+                f"{self._call.ledger.name}: a weight that backward needs was modified by an inplace operation between "
+                f"forward and backward (version {self._versions[number]}, now {tensor._version})"
+            )
+        self._recomputed.append(tensor.detach())
+        if len(self._recomputed) == len(self._versions) and not self._call.runs_to_the_end:
+            raise _Enough
+        return tensor
+
+
+def _unpack(dropped: _Dropped) -> torch.Tensor:
+    return dropped.tile.get(dropped.number)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _version_of_weight(tensor: torch.Tensor) -> int | None:
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return tensor._version if is_weight else None
+
+
+def module_of(function: Callable[..., Any]) -> nn.Module | None:
+    """The module behind a callable: itself, or the one whose method it is."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _has_partitioned_weights(module: nn.Module | None) -> bool:
+    """DeepSpeed ZeRO-3 releases weights in hooks after each forward, so a recompute must get that far."""
+    return module is not None and any(hasattr(weight, "ds_id") for weight in module.parameters())

@@ -1,0 +1,275 @@
+"""`lowtide.linear_cross_entropy` gives the loss and the gradients of the whole logits, which never exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import lowtide
+from lowtide import simdevice
+from lowtide.errors import InvalidValueError
+from lowtide.losses.function import LEAST_TOKENS, TILE_BYTES, tile_tokens
+
+WIDTH, CLASSES = 16, 50
+
+
+def whole(
+    hidden,
+    weight,
+    labels,
+    *,
+    bias=None,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    logit_softcap=None,
+    logit_scale=None,
+    shift=False,
+):
+    """The plain loss."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if logits.dtype is torch.double else logits.float()
+    if logit_scale is not None:
+        logits = logits * logit_scale
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    if shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    losses = F.cross_entropy(
+        logits.flatten(0, -2),
+        labels.flatten(),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    return losses.view(labels.shape) if reduction == "none" else losses
+
+
+def problem(lead=(3, 17), dtype=torch.double, device="cpu"):
+    torch.manual_seed(0)
+    hidden = torch.randn(*lead, WIDTH, dtype=torch.double).to(device, dtype).requires_grad_()
+    weight = torch.randn(CLASSES, WIDTH, dtype=torch.double).to(device, dtype).requires_grad_()
+    bias = torch.randn(CLASSES, dtype=torch.double).to(device, dtype).requires_grad_()
+    labels = torch.randint(0, CLASSES, lead)
+    labels[torch.rand(lead) < 0.3] = -100
+    return hidden, weight, bias, labels.to(device)
+
+
+def gradients(loss, inputs, upstream=3.0):
+    factor = torch.linspace(0.5, upstream, loss.numel(), dtype=loss.dtype, device=loss.device).view_as(loss)
+    return torch.autograd.grad((loss * factor).sum(), inputs)
+
+
+def assert_close(ours, expected, tolerance=1e-12):
+    for a, b in zip(ours, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"label_smoothing": 0.1},
+    {"logit_softcap": 3.0},
+    {"logit_scale": 0.25},
+    {"logit_scale": 2.0, "logit_softcap": 3.0, "label_smoothing": 0.2, "reduction": "none"},
+]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 51, "auto"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_loss_and_gradients(options, tokens, with_bias):
+    hidden, weight, bias, labels = problem()
+    inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
+    options = {**options, "bias": bias if with_bias else None}
+    ours = lowtide.linear_cross_entropy(hidden, weight, labels, tokens=tokens, **options)
+    expected = whole(hidden, weight, labels, **options)
+    assert_close([ours], [expected])
+    assert_close(gradients(ours, inputs), gradients(expected, inputs))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_shift(reduction):
+    hidden, weight, _, labels = problem()
+    ours = lowtide.linear_cross_entropy(hidden, weight, labels, shift=True, reduction=reduction, tokens=5)
+    expected = whole(hidden, weight, labels, shift=True, reduction=reduction)
+    assert_close([ours], [expected])
+    assert_close(gradients(ours, [hidden, weight]), gradients(expected, [hidden, weight]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_labels_ignored(reduction):
+    hidden, weight, _, labels = problem()
+    loss = lowtide.linear_cross_entropy(hidden, weight, labels.fill_(-100), reduction=reduction)
+    assert torch.equal(loss, torch.zeros_like(loss))
+    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in gradients(loss, [hidden, weight]))
+
+
+def test_no_tokens_at_all():
+    hidden, weight, _, labels = problem(lead=(0,))
+    assert lowtide.linear_cross_entropy(hidden, weight, labels).item() == 0
+    assert lowtide.linear_cross_entropy(hidden, weight, labels, reduction="none").shape == (0,)
+
+
+def test_another_ignore_index_and_int32_labels():
+    hidden, weight, _, labels = problem()
+    labels = labels.clamp(min=0)
+    ours = lowtide.linear_cross_entropy(hidden, weight, labels.int(), ignore_index=0, tokens=7)
+    assert_close([ours], [whole(hidden, weight, labels, ignore_index=0)])
+
+
+def test_tied_weights_get_both_gradients():
+    _, weight, _, labels = problem()
+    ids = torch.randint(0, CLASSES, labels.shape)
+    ours = lowtide.linear_cross_entropy(weight[ids].tanh(), weight, labels, tokens=7)
+    expected = whole(weight[ids].tanh(), weight, labels)
+    assert_close(gradients(ours, [weight]), gradients(expected, [weight]))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_side_costs_nothing(frozen):
+    hidden, weight, _, labels = problem()
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    left = weight if frozen == "hidden" else hidden
+    with FlopCounterMode(display=False) as counter:
+        (ours,) = gradients(lowtide.linear_cross_entropy(hidden, weight, labels, tokens=7), [left])
+    assert counter.get_total_flops() == 2 * (2 * labels.numel() * WIDTH * CLASSES)
+    assert_close([ours], gradients(whole(hidden, weight, labels), [left]))
+
+
+def test_it_costs_the_products_of_the_plain_loss():
+    hidden, weight, _, labels = problem()
+
+    def flops(function, **options):
+        with FlopCounterMode(display=False) as counter:
+            gradients(function(hidden, weight, labels, **options), [hidden, weight])
+        return counter.get_total_flops()
+
+    assert flops(lowtide.linear_cross_entropy, tokens=7) == flops(whole)
+    assert 3 * flops(lowtide.linear_cross_entropy, tokens=7, reduction="none") == 4 * flops(whole)
+
+
+def test_a_graph_that_is_kept():
+    hidden, weight, _, labels = problem()
+    loss = lowtide.linear_cross_entropy(hidden, weight, labels, tokens=7)
+    first = torch.autograd.grad(2 * loss, [hidden, weight], retain_graph=True)
+    assert_close(torch.autograd.grad(2 * loss, [hidden, weight]), first)
+
+
+def test_a_second_derivative_is_refused():
+    hidden, weight, _, labels = problem()
+    loss = lowtide.linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(lowtide.LowtideError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    """Against double precision: not worse than the plain loss by more than a little."""
+    exact = problem()
+    hidden, weight, bias, labels = problem(dtype=dtype)
+    truth = gradients(whole(*exact[:2], labels, bias=exact[2]), exact[:3])
+    plain = gradients(whole(hidden, weight, labels, bias=bias), [hidden, weight, bias])
+    ours = gradients(lowtide.linear_cross_entropy(hidden, weight, labels, bias=bias, tokens=7), [hidden, weight, bias])
+    for a, b, c in zip(ours, plain, truth, strict=True):
+        assert a.dtype is dtype
+        assert (a - c).norm() <= 1.2 * (b - c).norm() + 1e-3 * c.norm()
+
+
+def test_a_sum_in_half_precision_does_not_overflow():
+    torch.manual_seed(0)
+    hidden = (100 * torch.ones(4096, WIDTH)).half().requires_grad_()
+    weight = torch.zeros(2, WIDTH).half().requires_grad_()
+    loss = lowtide.linear_cross_entropy(
+        hidden, weight, torch.zeros(4096, dtype=torch.int64), reduction="sum", tokens=64
+    )
+    (loss / 4096).backward()
+    assert torch.isfinite(weight.grad).all()
+    assert weight.grad[1, 0].item() == pytest.approx(50, rel=1e-2)
+
+
+def test_autocast():
+    hidden, weight, bias, labels = problem(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = lowtide.linear_cross_entropy(hidden, weight, labels, bias=bias, tokens=7)
+        expected = whole(hidden, weight, labels, bias=bias)
+    inputs = [hidden, weight, bias]
+    assert_close([ours], [expected], 1e-3)
+    assert_close(gradients(ours, inputs), gradients(expected, inputs), 1e-2)
+    assert all(
+        grad.dtype is torch.float32 for grad in gradients(lowtide.linear_cross_entropy(*inputs[:2], labels), inputs[:2])
+    )
+
+
+def test_without_gradients():
+    hidden, weight, _, labels = problem()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        loss = lowtide.linear_cross_entropy(hidden, weight, labels, tokens=7)
+    assert loss.grad_fn is None
+    assert counter.get_total_flops() == 2 * labels.numel() * WIDTH * CLASSES
+
+
+def test_hooks_fire_once_and_grad_is_left_alone():
+    hidden, weight, _, labels = problem()
+    fired = []
+    weight.register_hook(lambda _: fired.append(1))
+    torch.autograd.grad(lowtide.linear_cross_entropy(hidden, weight, labels, tokens=7), weight)
+    assert (fired, weight.grad) == ([1], None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "tokens"), [(torch.float32, 32768, "auto"), (torch.bfloat16, 4096, 96)], ids=str
+)
+def test_the_peak_is_a_twentieth_of_the_whole_logits(sim, dtype, count, tokens):
+    """In single precision, which is what a plain loss makes of them; as many classes as tokens."""
+    simdevice.enable(memory="12GiB")
+    hidden = torch.randn(count, 8, device=sim).to(dtype).requires_grad_()
+    weight = torch.randn(count, 8, device=sim).to(dtype).requires_grad_()
+    labels = torch.randint(0, count, (count,), device=sim)
+    torch.accelerator.synchronize()
+    simdevice.reset()
+    base = simdevice.stats().live_bytes
+    lowtide.linear_cross_entropy(hidden, weight, labels, tokens=tokens).backward()
+    torch.accelerator.synchronize()
+    assert simdevice.stats().peak_bytes - base <= 4 * count * count / 20
+
+
+def test_on_the_device(sim):
+    hidden, weight, bias, labels = problem(dtype=torch.float32, device="sim")
+    inputs = [hidden, weight, bias]
+    ours = lowtide.linear_cross_entropy(hidden, weight, labels.cpu(), bias=bias, tokens=7)
+    expected = whole(hidden, weight, labels, bias=bias)
+    assert_close([ours.cpu()], [expected.cpu()], 1e-5)
+    for a, b in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
+        assert_close([a.cpu()], [b.cpu()], 1e-5)
+
+
+def test_the_default_tile_comes_from_bytes():
+    assert tile_tokens(32768, "auto") == TILE_BYTES // (4 * 32768) == 1024
+    assert tile_tokens(10**6, "auto") == LEAST_TOKENS
+    assert tile_tokens(32768, "2k") == 2048
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"reduction": "avg"}, "reduction must be"),
+            ({"label_smoothing": 1.5}, "between 0 and 1"),
+            ({"logit_softcap": 0.0}, "must be positive"),
+            ({"tokens": 0}, "at least one token"),
+            ({"bias": torch.ones(3, dtype=torch.double)}, "one entry per class"),
+            ({"labels": torch.zeros(3, 16, dtype=torch.int64)}, "one entry per token"),
+            ({"labels": torch.zeros(3, 17)}, "class numbers"),
+            ({"weight": torch.ones(CLASSES, 3, dtype=torch.double)}, "does not fit"),
+            ({"weight": torch.ones(CLASSES, WIDTH)}, "the same type"),
+        ],
+    )
+    def test_bad_values(self, change, message):
+        hidden, weight, _, labels = problem()
+        with pytest.raises(InvalidValueError, match=message):
+            lowtide.linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **change})
