@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "lowtide"]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "lowtide"]
 
 
 class RankFailedError(AssertionError):

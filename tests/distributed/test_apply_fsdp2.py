@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from joined import assert_joined, to_numpy
 from launcher import run_ranks
 from test_apply_ddp import batch, model
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +25,7 @@ def sharded_gradients(rank: int, units: str) -> dict:
         net.zero_grad()
         net(batch(rank)).square().mean().backward()
     assert all(region.recomputes == region.forwards > 0 for region in applied.report().regions)
-    return {name: p.grad.full_tensor().numpy() for name, p in net.named_parameters() if p.grad is not None}
+    return to_numpy(net)
 
 
 @pytest.mark.parametrize("units", ["layers", "root"])
@@ -33,7 +33,4 @@ def test_gradients_are_those_of_the_joined_batch(units):
     per_rank = run_ranks(sharded_gradients, units)
     reference = model()
     sum(reference(batch(rank)).square().mean() / 2 for rank in range(2)).backward()
-    for grads in per_rank:
-        for name, parameter in reference.named_parameters():
-            if not name.startswith("unused"):
-                torch.testing.assert_close(torch.from_numpy(grads[name]), parameter.grad, rtol=1e-5, atol=1e-7)
+    assert_joined(per_rank, reference, leave_out=["unused"])

@@ -8,9 +8,9 @@ import torch
 
 from lowtide.errors import InvalidValueError
 from lowtide.measure import TileLedger
-from lowtide.tiling.sharded import inner_units
+from lowtide.tiling.sharded import inner_units, module_of
 from lowtide.tiling.size import tile_count
-from lowtide.tiling.tiler import module_of, run_tiles
+from lowtide.tiling.tiler import run_tiles
 from lowtide.tiling.tokens import TokenGrid
 
 if TYPE_CHECKING:
@@ -65,9 +65,8 @@ def tile_call(
 
     With FSDP2 units inside it goes through the tiler even as one tile: all ranks must run the same collectives.
     """
-    module = module_of(function)
-    tiles = tile_count(x, module, tokens, shards)
-    if x.dim() == 1 or (tiles == 1 and not inner_units(module)):
+    tiles = tile_count(x, module_of(function), tokens, shards)
+    if x.dim() == 1 or (tiles == 1 and not inner_units(function)):
         ledger.calls += 1
         ledger.tiles += 1
         return function(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""FSDP2 units inside a tiled module stay unsharded while the tiles run, forward and backward.
+"""FSDP2 units inside a tiled function stay unsharded while the tiles run, forward and backward.
 
 Else every tile would gather every weight again. It also makes the collectives of a call the same whatever the number of
-its tiles, so that ranks with sequences of different lengths meet. Units around the tiled module need no care.
+its tiles, so that ranks with sequences of different lengths meet. Units around it need no care.
 """
 
 from __future__ import annotations
@@ -10,19 +10,30 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
+    from collections.abc import Callable, Iterator
 
 
-def inner_units(module: nn.Module | None) -> list[Any]:
-    """The FSDP2 units inside a module, without itself."""
+def inner_units(function: Callable[..., Any]) -> list[Any]:
+    """The FSDP2 units that gather their weights when a function is called.
+
+    A module's own hooks belong to that if it is called itself, and not if its `forward` is, from within those hooks.
+    """
+    module = module_of(function)
     if module is None or "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    return [inner for inner in module.modules() if inner is not module and isinstance(inner, FSDPModule)]
+    called = [inner for inner in module.modules() if inner is not module or function is module]
+    return [inner for inner in called if isinstance(inner, FSDPModule)]
+
+
+def module_of(function: Callable[..., Any]) -> nn.Module | None:
+    """The module behind a callable: itself, or the one whose method it is."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 @contextlib.contextmanager

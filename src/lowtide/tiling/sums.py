@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from lowtide.errors import InvalidValueError
-from lowtide.tiling.sharded import inner_units
+from lowtide.tiling.sharded import inner_units, module_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Accumulate = Literal["auto", "float32", "parameter"]
 
@@ -54,9 +54,9 @@ class _Alias(torch.autograd.Function):
 class Sums:
     """The stand-ins of one call's weights."""
 
-    def __init__(self, module: nn.Module | None, accumulate: Accumulate) -> None:
-        self._module = module
-        weights = _weights(module, accumulate)
+    def __init__(self, function: Callable[..., Any], accumulate: Accumulate) -> None:
+        self._module = module_of(function)
+        weights = _weights(function, accumulate)
         self._stand_ins = {weight: _StandIn.apply(weight) for weight in weights}  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
@@ -81,9 +81,10 @@ class Sums:
                 parameters[name] = weight
 
 
-def _weights(module: nn.Module | None, accumulate: Accumulate) -> list[nn.Parameter]:
+def _weights(function: Callable[..., Any], accumulate: Accumulate) -> list[nn.Parameter]:
     if accumulate not in ("auto", "float32", "parameter"):
         raise InvalidValueError(f"accumulate must be 'auto', 'float32' or 'parameter', got {accumulate!r}")
+    module = module_of(function)
     if module is None:
         if accumulate == "float32":
             raise InvalidValueError(
@@ -92,7 +93,7 @@ def _weights(module: nn.Module | None, accumulate: Accumulate) -> list[nn.Parame
         return []
     if accumulate == "parameter":
         return []
-    elsewhere = {weight for unit in inner_units(module) for weight in unit.parameters()}
+    elsewhere = {weight for unit in inner_units(function) for weight in unit.parameters()}
     weights = [weight for weight in module.parameters() if weight not in elsewhere and _can_be_summed(weight)]
     is_too_much = 4 * sum(weight.numel() for weight in weights) > FLOAT32_BYTES
     return [] if accumulate == "auto" and is_too_much else weights

@@ -24,7 +24,7 @@ from torch import nn
 
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.slots import take_tensors
-from lowtide.tiling.sharded import UnshardedInBackward, inner_units, unsharded_in_forward
+from lowtide.tiling.sharded import UnshardedInBackward, inner_units, module_of, unsharded_in_forward
 from lowtide.tiling.sums import Sums
 from lowtide.tiling.surroundings import Autocast, RandomState
 
@@ -50,16 +50,15 @@ def run_tiles(
     ledger.tiles += len(grid.sizes)
     tensors, frame = take_tensors((args, kwargs))
     del args, kwargs
-    module = module_of(function)
-    units = inner_units(module)
+    units = inner_units(function)
     with unsharded_in_forward(units):
         if not torch.is_grad_enabled():
             calls = (frame.fill(tile) for tile in _cut(tensors, grid))
             return grid.join([function(*args, **kwargs) for args, kwargs in calls])
         handed_on, inputs = _save(tensors, grid, units)
         autocast = Autocast(tensors[0].device)
-        call = _Call(function, frame, inputs, autocast, ledger, runs_to_the_end=_has_partitioned_weights(module))
-        return grid.join(_run(call, _cut(handed_on, grid), Sums(module, accumulate)))
+        call = _Call(function, frame, inputs, autocast, ledger, runs_to_the_end=_has_partitioned_weights(function))
+        return grid.join(_run(call, _cut(handed_on, grid), Sums(function, accumulate)))
 
 
 def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: Sums) -> list[Any]:
@@ -262,12 +261,7 @@ def _version_of_weight(tensor: torch.Tensor) -> int | None:
     return tensor._version if is_weight else None
 
 
-def module_of(function: Callable[..., Any]) -> nn.Module | None:
-    """The module behind a callable: itself, or the one whose method it is."""
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
-
-
-def _has_partitioned_weights(module: nn.Module | None) -> bool:
+def _has_partitioned_weights(function: Callable[..., Any]) -> bool:
     """DeepSpeed ZeRO-3 releases weights in hooks after each forward, so a recompute must get that far."""
+    module = module_of(function)
     return module is not None and any(hasattr(weight, "ds_id") for weight in module.parameters())

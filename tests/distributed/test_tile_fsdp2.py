@@ -1,0 +1,59 @@
+"""Tiles under FSDP2, however the model is cut into units; other numbers of tiles on each rank, and no more gathers."""
+
+from __future__ import annotations
+
+import pytest
+from joined import assert_joined, to_numpy
+from launcher import run_ranks
+from tiled_model import Mlp, batch, model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Collectives(TorchDispatchMode):
+    """Counts gathers."""
+
+    gathers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.gathers += "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def units(net, kind):
+    """The modules that become FSDP2 units, inner ones first."""
+    mlps = [module for module in net.modules() if isinstance(module, Mlp)]
+    if kind == "linears":
+        return [linear for mlp in mlps for linear in mlp.children() if isinstance(linear, nn.Linear)]
+    return {"root": [], "layers": list(net.layers), "mlps": mlps}[kind]
+
+
+def sharded(rank: int, kind: str, reshard: bool, tokens: int | None) -> tuple[dict, int]:
+    net = model().tile(tokens)
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in units(net, kind):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(net, mesh=mesh)
+    for _ in range(2):
+        net.zero_grad()
+        with Collectives() as collectives:
+            net(batch(rank)).backward()
+    states = [unit._get_fsdp_state()._fsdp_param_groups for unit in units(net, kind)]
+    assert all(group.reshard_after_backward for groups in states for group in groups)
+    assert all((group.post_forward_mesh_info is not None) == reshard for groups in states for group in groups)
+    return to_numpy(net), collectives.gathers
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", ["root", "layers", "mlps", "linears"])
+def test_gradients_and_gathers(kind, reshard):
+    tiled = run_ranks(sharded, kind, reshard, 5)
+    plain = run_ranks(sharded, kind, reshard, None)
+    net = model()
+    sum(net(batch(rank)) / 2 for rank in range(2)).backward()
+    assert_joined([grads for grads, _ in tiled], net, tolerance=1e-12)
+    gathers, plain_gathers = [count for _, count in tiled], [count for _, count in plain]
+    assert gathers[0] == gathers[1] <= plain_gathers[0]
+    assert plain_gathers[0] > 0
