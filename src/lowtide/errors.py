@@ -49,3 +49,7 @@ class NoRegionError(LowtideError, ValueError):
 
 class NotTokenWiseError(LowtideError, ValueError):
     """A module that should be tiled makes something of a token that depends on other tokens."""
+
+
+class LogitsNotComputedError(LowtideError, AttributeError):
+    """Something asked for logits that tile(loss) never computes."""

@@ -6,6 +6,10 @@
     offload                         keep what autograd saves, but in pinned host memory
     recompute+offload               recompute, with the inputs in pinned host memory
     recompute+offload(host=8GiB)    ... of which at most 8 GiB
+    tile                            run MLPs, mixtures of experts and the loss in tiles of tokens
+    tile(mlp, tokens=8k)            only MLPs and experts, in tiles of 8192 tokens (or shards=8: in eight tiles)
+    tile(loss, loss_tokens=512)     only the loss
+    recompute+offload+tile          all of it
 
 Regions can be told apart by their module name: `"recompute+offload; visual.*: recompute; *.layers.0: none"`. The last
 rule that fits a region wins. Words that people know from other libraries are understood; unknown ones are refused.
@@ -17,11 +21,11 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes, parse_bytes, parse_tokens
 
 _WORDS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -40,9 +44,14 @@ _WORDS: dict[str, dict[str, Any]] = {
     "cpu_checkpointing": {"recompute": True, "offload": "host"},
     "activation_checkpoint_cpu_offload": {"recompute": True, "offload": "host"},
     "unsloth": {"recompute": True, "offload": "host"},
+    # tiling: ours, axolotl's, Arctic's, unsloth's
+    "tile": {"tile": ("mlp", "loss")},
+    "tiled_mlp": {"tile": ("mlp",)},
+    "tiled_mlp_compute": {"tile": ("mlp",)},
+    "unsloth_tiled_mlp": {"tile": ("mlp",)},
 }
 
-_NOT_YET = {"tile": "tiling", "tiled_mlp": "tiling", "tiled_mlp_compute": "tiling", "unsloth_tiled_mlp": "tiling"}
+_PARTS = ("mlp", "loss")
 
 _TERM = re.compile(r"(?P<word>[\w.]+)\s*(?:\((?P<settings>[^()]*)\))?")
 
@@ -58,6 +67,14 @@ class Policy:
     """`"host"`: pinned memory. None: the device."""
     host_limit: int | None = None
     """The most bytes of pinned memory; past it, tensors stay on the device and the report says so."""
+    tile: tuple[str, ...] = ()
+    """What runs in tiles: `"mlp"` (mixtures of experts too), `"loss"`, or both."""
+    tile_tokens: int | None = None
+    """Tokens of an MLP's tile. None: from bytes."""
+    tile_shards: int | None = None
+    """The number of an MLP's tiles, instead of their size."""
+    loss_tokens: int | None = None
+    """Tokens of the loss's tile. None: from bytes."""
     overrides: tuple[tuple[str, Policy], ...] = ()
     """Pairs of a glob on the region's module name and the policy for it; the last that fits wins."""
 
@@ -74,6 +91,22 @@ class Policy:
             raise InvalidValueError("a limit of host memory holds for the whole model: give it before the rules")
         if self.host_limit is not None and self.host_limit < 0:
             raise InvalidValueError(f"host_limit must not be negative, got {self.host_limit}")
+        self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        for part in self.tile:
+            if part not in _PARTS:
+                raise InvalidValueError(_unknown(part, list(_PARTS), "part of a model to tile"))
+        object.__setattr__(self, "tile", tuple(part for part in _PARTS if part in self.tile))  # in one order
+        if any("loss" in policy.tile for _, policy in self.overrides):
+            raise InvalidValueError("a model has one loss: give tile(loss) before the rules")
+        if self.tile_tokens is not None and self.tile_shards is not None:
+            raise InvalidValueError("tokens and shards both say how an MLP is cut: give one of them")
+        for part, names in (("mlp", ("tile_tokens", "tile_shards")), ("loss", ("loss_tokens",))):
+            for name in names:
+                size = getattr(self, name)
+                if size is not None and (size < 1 or part not in self.tile):
+                    raise InvalidValueError(f"{name} must be 1 or more and needs tile({part}), got {size}")
 
     @classmethod
     def parse(cls, policy: Policy | str | Mapping[str, Any]) -> Policy:
@@ -86,17 +119,17 @@ class Policy:
             return _from_mapping(policy)
         raise InvalidValueError(f"a policy is a string, a dict or a Policy, not {type(policy).__name__}")
 
-    def for_region(self, name: str) -> Policy:
-        """The policy for the region with this module name, without overrides."""
+    def for_region(self, *names: str) -> Policy:
+        """The policy for the region with this module name, without overrides; or for a part, known by two names."""
         chosen = dataclasses.replace(self, overrides=())
         for pattern, policy in self.overrides:
-            if fnmatch.fnmatchcase(name, pattern):
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 chosen = policy
         return chosen
 
     @property
     def is_none(self) -> bool:
-        return not self.recompute and self.offload is None
+        return not self.recompute and self.offload is None and not self.tile
 
     def __str__(self) -> str:
         terms = []
@@ -105,6 +138,10 @@ class Policy:
         if self.offload:
             limit = "" if self.host_limit is None else f"(host={self.host_limit})"
             terms.append(f"offload{limit}")
+        if self.tile:
+            sizes = [("tokens", self.tile_tokens), ("shards", self.tile_shards), ("loss_tokens", self.loss_tokens)]
+            settings = [*self.tile, *(f"{name}={size}" for name, size in sizes if size is not None)]
+            terms.append("tile" if settings == list(_PARTS) else f"tile({', '.join(settings)})")
         rules = [f"{pattern}: {policy}" for pattern, policy in self.overrides]
         return "; ".join(["+".join(terms) or "none", *rules])
 
@@ -131,15 +168,31 @@ def _terms(text: str, whole: str) -> dict[str, Any]:
         match = _TERM.fullmatch(part.strip())
         if match is None:
             raise InvalidValueError(f"{part.strip()!r} in policy {whole!r} is not a word or word(setting=value)")
+        settings = [setting.strip() for setting in (match["settings"] or "").split(",") if setting.strip()]
         fields |= _meaning(match["word"])
-        for setting in filter(None, (s.strip() for s in (match["settings"] or "").split(","))):
+        if match["word"] == "tile":
+            fields |= _tile_settings(settings, whole)
+            continue
+        for setting in settings:
             fields |= _setting(match["word"], setting, whole)
     return fields
 
 
+def _tile_settings(settings: list[str], whole: str) -> dict[str, Any]:
+    """`tile(mlp, loss, tokens=8k, shards=8, loss_tokens=512)`: parts by name, sizes by value."""
+    fields: dict[str, Any] = {}
+    parts = [setting for setting in settings if "=" not in setting]
+    if parts:
+        fields["tile"] = tuple(parts)
+    known = {"tokens": "tile_tokens", "shards": "tile_shards", "loss_tokens": "loss_tokens"}
+    for name, _, value in (setting.partition("=") for setting in settings if "=" in setting):
+        if name.strip() not in known:
+            raise InvalidValueError(f"policy {whole!r}: {_unknown(name.strip(), list(known), 'setting of tile')}")
+        fields[known[name.strip()]] = parse_tokens(value.strip())
+    return fields
+
+
 def _meaning(word: str) -> dict[str, Any]:
-    if word in _NOT_YET:
-        raise InvalidValueError(f"{word!r}: {_NOT_YET[word]} is not in this version of Lowtide")
     if word not in _WORDS:
         raise InvalidValueError(_unknown(word, list(_WORDS), "word of a policy"))
     return dict(_WORDS[word])
@@ -164,17 +217,12 @@ def _from_mapping(mapping: Mapping[str, Any]) -> Policy:
     fields: dict[str, Any] = {}
     known = [field.name for field in dataclasses.fields(Policy)]
     for key, value in mapping.items():
-        if key == "overrides":
-            rules = value.items() if isinstance(value, Mapping) else value
-            fields[key] = tuple((pattern, Policy.parse(policy)) for pattern, policy in rules)
-        elif key == "offload":
-            fields["offload"] = {True: "host", False: None}.get(value, value) if isinstance(value, bool) else value
-        elif key == "host_limit":
-            fields[key] = None if value is None else parse_bytes(value)
-        elif key in known:
-            fields[key] = value
+        if key in known:
+            fields[key] = _OWN_FIELDS[key](value) if key in _OWN_FIELDS else value
         elif key == "gradient_checkpointing_kwargs":
             fields |= _checkpointing_kwargs(value)
+        elif key == "tiled_mlp_num_shards":  # axolotl
+            fields["tile_shards"] = value
         elif key in _WORDS and isinstance(value, bool):
             fields |= _meaning(key) if value else {}
         elif key == "activation_checkpointing" and isinstance(value, Mapping):
@@ -184,6 +232,36 @@ def _from_mapping(mapping: Mapping[str, Any]) -> Policy:
         else:
             raise InvalidValueError(_unknown(key, [*known, *_WORDS], "setting of a policy"))
     return Policy(**fields)
+
+
+def _rules(value: Any) -> tuple[tuple[str, Policy], ...]:
+    rules = value.items() if isinstance(value, Mapping) else value
+    return tuple((pattern, Policy.parse(policy)) for pattern, policy in rules)
+
+
+def _place(value: Any) -> Any:
+    return {True: "host", False: None}[value] if isinstance(value, bool) else value
+
+
+def _parts_to_tile(value: Any) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return _PARTS if value else ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _tokens(value: int | str | None) -> int | None:
+    return None if value is None else parse_tokens(value)
+
+
+_OWN_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "overrides": _rules,
+    "offload": _place,
+    "host_limit": lambda value: None if value is None else parse_bytes(value),
+    "tile": _parts_to_tile,
+    "tile_tokens": _tokens,
+    "loss_tokens": _tokens,
+}
+"""Fields whose values may be given in more than one form."""
 
 
 _CHOICES: dict[str, dict[Any, str]] = {

@@ -202,7 +202,8 @@ REGIONS = {
 
 
 def with_lora(model: torch.nn.Module) -> torch.nn.Module:
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "." in name]
+    kinds = torch.nn.Linear | transformers.pytorch_utils.Conv1D
+    linear = [name for name, module in model.named_modules() if isinstance(module, kinds) and "." in name]
     config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=linear, init_lora_weights=False)
     return peft.get_peft_model(model, config)
 

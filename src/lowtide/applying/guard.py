@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from lowtide.applying.region_runtime import RegionRuntime
+    from lowtide.measure import TileLedger
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Guard:
         self._said: set[str] = set()
         self._backward = -1
         self.done = False
+        self.loss: TileLedger | None = None
+        """The counts of the tiled loss, if there should be one."""
 
     def watch(self, region: RegionRuntime, output: Any, first_node: int) -> None:
         """Note it if backward comes by a node from `first_node` on; costs nothing once the check is done."""
@@ -64,6 +67,12 @@ class Guard:
     def _check(self) -> None:
         self.done = True
         findings = [text for region in self._reached.values() for text in _findings(region)]
+        if self.loss is not None and not self.loss.calls:
+            findings.append(
+                f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
+                "called without labels, or makes its loss of other logits: pass labels, or make your own loss with "
+                "lowtide.linear_cross_entropy and leave tile(loss) out"
+            )
         self._reached.clear()
         if not findings:
             return
@@ -108,5 +117,11 @@ def _findings(region: RegionRuntime) -> list[str]:
             f"region {ledger.name!r}: expected its saved tensors to be offloaded, saw none that could be: "
             f"{ledger.saved_bytes} bytes stay on the device. Its inputs are small, are parameters, or are hidden in an "
             "object of an unknown kind: pass them as tensors, or set the policy of this region to 'recompute'"
+        )
+    if region.tiled and not any(tiled.calls for tiled in region.tiled):
+        names = ", ".join(tiled.name for tiled in region.tiled)
+        found.append(
+            f"region {ledger.name!r}: expected {names} to run in tiles, saw no call of it. Its forward is bypassed: "
+            "apply the policy after whatever replaces it, or leave tile(mlp) out"
         )
     return found

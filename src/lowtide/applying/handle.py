@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -10,16 +12,18 @@ import torch
 from torch import nn
 
 from lowtide.applying.guard import Guard
+from lowtide.applying.loss_runtime import HeadRuntime, OwnerRuntime
 from lowtide.applying.own_memory import OwnMemory
 from lowtide.applying.region_runtime import RegionRuntime
 from lowtide.applying.report import RegionReport, Report
 from lowtide.applying.seam import Seam
+from lowtide.applying.tile_runtime import TileRuntime
 from lowtide.checkpointing import Schedule
 from lowtide.checkpointing.saving import OneByOne
-from lowtide.errors import InvalidValueError, OffloadError
-from lowtide.measure import RegionLedger
+from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
+from lowtide.measure import RegionLedger, TileLedger
 from lowtide.policy import Policy
-from lowtide.regions import Region, find_regions
+from lowtide.regions import Region, find_head, find_mlps, find_regions
 from lowtide.stores import HostStore
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from lowtide.applying.seam import Runtime
     from lowtide.regions import Selector
 
 logger = logging.getLogger(__name__)
@@ -49,12 +54,13 @@ def apply(
         raise InvalidValueError(f"apply needs a torch.nn.Module, got {type(model).__name__}")
     wanted = Policy.parse(policy)
     found = find_regions(model, regions)
+    _check_device(model, wanted, found)
+    _check_tiles(model, wanted, found)
     previous = _applied_to(model)
     if len(previous) == 1 and previous[0].is_the_same(wanted, found, strict=strict):
         return previous[0]
     for handle in previous:
         handle.remove()
-    _check_device(model, wanted, found)
     return Applied(model, wanted, found, strict=strict)
 
 
@@ -74,6 +80,7 @@ class Applied:
         self._regions = [(region.name, weakref.ref(region.module), region.index) for region in regions]
         self._store = HostStore(policy.host_limit) if _offloads(policy, regions) else None
         self._ledgers: list[tuple[RegionLedger, Policy]] = []
+        self._tiles: list[TileLedger] = []
         self._seams: list[Seam] = []
         self._flags: list[weakref.ref[nn.Module]] = []
         self._install(model, regions)
@@ -95,6 +102,7 @@ class Applied:
         return Report(
             policy=self.policy.describe(),
             regions=[RegionReport.of(ledger, str(policy)) for ledger, policy in self._ledgers],
+            tiles=[dataclasses.replace(ledger) for ledger in self._tiles],
             host_bytes=self._store.bytes_used if self._store else 0,
             peak_host_bytes=self._store.peak_bytes if self._store else 0,
             seconds_waited=self._store.seconds_waited if self._store else 0.0,
@@ -121,6 +129,8 @@ class Applied:
     def _install(self, model: nn.Module, regions: list[Region]) -> None:
         self._switch_off_own_checkpointing(model)
         guard = Guard(strict=self.strict)
+        tiled = self._tile_mlps(regions)
+        self._tile_loss(model, guard)
         schedule = Schedule(self._store or HostStore())
         owned = OwnMemory(model)
         conveyor = OneByOne(schedule, owned.holds)
@@ -132,9 +142,35 @@ class Applied:
                 continue
             where = schedule if policy.offload else None
             runtime = RegionRuntime(policy, ledger, where, conveyor, guard, owned, owner=self)
-            seam = Seam(region.module, runtime)
-            seam.install()
-            self._seams.append(seam)
+            runtime.tiled = tiled.get(region.name, [])
+            self._put(region.module, runtime)
+
+    def _put(self, module: nn.Module, runtime: Runtime) -> None:
+        seam = Seam(module, runtime)
+        seam.install()
+        self._seams.append(seam)
+
+    def _tile_mlps(self, regions: list[Region]) -> dict[str, list[TileLedger]]:
+        """Before the regions' own seams: a region may be an MLP, and recomputes tiles then."""
+        found: dict[str, list[TileLedger]] = collections.defaultdict(list)
+        for region, name, module in find_mlps(regions):
+            policy = self.policy.for_region(region.name, name)
+            if "mlp" in policy.tile:
+                ledger = TileLedger(name)
+                found[region.name].append(ledger)
+                self._tiles.append(ledger)
+                self._put(module, TileRuntime(policy, ledger, owner=self))
+        return found
+
+    def _tile_loss(self, model: nn.Module, guard: Guard) -> None:
+        if "loss" not in self.policy.tile:
+            return
+        name, module, owner = find_head(model)
+        guard.loss = TileLedger(name)
+        self._tiles.append(guard.loss)
+        calls = OwnerRuntime(self)
+        self._put(owner, calls)
+        self._put(module, HeadRuntime(calls, guard.loss, self.policy.loss_tokens))
 
     def _switch_off_own_checkpointing(self, model: nn.Module) -> None:
         """Else every block would be recomputed twice."""
@@ -156,6 +192,18 @@ def _policy_of(policy: Policy, region: Region) -> Policy:
     if chosen.recompute and region.index % chosen.every:
         return Policy()
     return chosen
+
+
+def _check_tiles(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
+    """What should be tiled must be there, before anything is changed."""
+    if "loss" in policy.tile:
+        find_head(model)
+    wants_mlps = any("mlp" in policy.for_region(region.name).tile for region in regions)
+    if wants_mlps and not find_mlps(regions):
+        raise NoRegionError(
+            f"tile(mlp): no block of {type(model).__name__} holds an MLP or a mixture of experts as a module of its "
+            "own. Leave tile(mlp) out, or call lowtide.tile where the block makes its intermediates"
+        )
 
 
 def _offloads(policy: Policy, regions: list[Region]) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.applying.own_memory import OwnMemory
     from lowtide.checkpointing import Schedule
     from lowtide.checkpointing.saving import OneByOne
-    from lowtide.measure import RegionLedger
+    from lowtide.measure import RegionLedger, TileLedger
     from lowtide.policy import Policy
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
@@ -46,6 +46,8 @@ class RegionRuntime:
         self.conveyor = conveyor
         self.guard = guard
         self.owned = owned
+        self.tiled: list[TileLedger] = []
+        """The counts of the modules in it that are tiled."""
         self.owner = owner
 
     def is_active(self, module: nn.Module) -> bool:
@@ -64,6 +66,8 @@ class RegionRuntime:
             self.owned.enter(self.ledger.name)
         if not self.policy.recompute:
             self.ledger.forwards += 1
+            if not self.policy.offload:
+                return forward(*args, **kwargs)
             with offload_hooks(self.conveyor, self.ledger):
                 return forward(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.measure import RegionLedger
+    from collections.abc import Sequence
+
+    from lowtide.measure import RegionLedger, TileLedger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Report:
 
     policy: str
     regions: list[RegionReport]
+    tiles: list[TileLedger]
+    """MLPs, mixtures of experts and the loss, if they run in tiles."""
     host_bytes: int
     peak_host_bytes: int
     seconds_waited: float
@@ -62,6 +66,12 @@ class Report:
                 f"packed {_range(group, 'packed_bytes')}, restored {_range(group, 'restored_bytes')}, "
                 f"kept {_range(group, 'kept_bytes')}"
             )
+        for _, equals in itertools.groupby(self.tiles, key=_likeness_of_tiles):
+            tiled = list(equals)
+            lines.append(
+                f"  {_grouped_name(tiled)} [tile] calls {tiled[0].calls}, tiles {tiled[0].tiles}, "
+                f"run again {tiled[0].recomputed_tiles}"
+            )
         declined = sum(region.declined_bytes for region in self.regions)
         lines.append(
             f"  host memory {format_bytes(self.host_bytes)} now, {format_bytes(self.peak_host_bytes)} at the peak; "
@@ -72,19 +82,28 @@ class Report:
         return "\n".join(lines)
 
 
-_NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)$")
+_NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$")
+
+
+def _stack(name: str) -> tuple[str, ...]:
+    """A name without its last number."""
+    match = _NUMBERED.match(name)
+    return (match["before"], match["after"]) if match else (name,)
 
 
 def _likeness(region: RegionReport) -> tuple[Any, ...]:
-    match = _NUMBERED.match(region.name)
-    return (match["before"] if match else region.name, region.policy, region.forwards, region.recomputes)
+    return _stack(region.name), region.policy, region.forwards, region.recomputes
 
 
-def _grouped_name(group: list[RegionReport]) -> str:
-    if len(group) == 1:
+def _likeness_of_tiles(ledger: TileLedger) -> tuple[Any, ...]:
+    return _stack(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles
+
+
+def _grouped_name(group: Sequence[RegionReport | TileLedger]) -> str:
+    first, last = (_NUMBERED.match(group[place].name) for place in (0, -1))
+    if len(group) == 1 or first is None or last is None:
         return group[0].name
-    last = _NUMBERED.match(group[-1].name)
-    return f"{group[0].name}-{last['number'] if last else group[-1].name} x{len(group)}"
+    return f"{first['before']}{first['number']}-{last['number']}{first['after']} x{len(group)}"
 
 
 def _range(group: list[RegionReport], figure: str) -> str:

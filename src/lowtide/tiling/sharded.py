@@ -37,6 +37,23 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
 
 
 @contextlib.contextmanager
+def gathered(units: list[Any]) -> Iterator[None]:
+    """The units' weights are whole inside, whether or not anything is called."""
+    sharded = [unit for unit in units if not _is_unsharded(unit)]
+    for unit in sharded:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in sharded:
+            unit.reshard()
+
+
+def _is_unsharded(unit: Any) -> bool:
+    return all(group.is_unsharded for group in unit._get_fsdp_state()._fsdp_param_groups)
+
+
+@contextlib.contextmanager
 def unsharded_in_forward(units: list[Any]) -> Iterator[None]:
     """Units that are gathered inside stay so until the end."""
     groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]

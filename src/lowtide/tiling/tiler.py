@@ -46,19 +46,24 @@ def run_tiles(
     accumulate: Accumulate = "auto",
 ) -> Any:
     """`function(*args, **kwargs)`, with every tensor that has a row per token cut into tiles."""
-    ledger.calls += 1
-    ledger.tiles += len(grid.sizes)
     tensors, frame = take_tensors((args, kwargs))
     del args, kwargs
     units = inner_units(function)
     with unsharded_in_forward(units):
         if not torch.is_grad_enabled():
+            _count(ledger, grid)
             calls = (frame.fill(tile) for tile in _cut(tensors, grid))
             return grid.join([function(*args, **kwargs) for args, kwargs in calls])
         handed_on, inputs = _save(tensors, grid, units)
+        _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
         autocast = Autocast(tensors[0].device)
         call = _Call(function, frame, inputs, autocast, ledger, runs_to_the_end=_has_partitioned_weights(function))
         return grid.join(_run(call, _cut(handed_on, grid), Sums(function, accumulate)))
+
+
+def _count(ledger: TileLedger, grid: TokenGrid) -> None:
+    ledger.calls += 1
+    ledger.tiles += len(grid.sizes)
 
 
 def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: Sums) -> list[Any]:

@@ -1,0 +1,80 @@
+"""What the seams of a head and of its model do: make the loss in tiles, behind the model's own code.
+
+In a training call with labels, the head returns `DeferredLogits`. When the model's code asks for the cross entropy of
+them, the head is called once more, now for the loss: so whoever gathers its weights in hooks (FSDP2, ZeRO-3) does so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.losses.deferred import DeferredLogits
+from lowtide.losses.head_loss import count_classes, head_loss
+from lowtide.tiling.sharded import module_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from lowtide.applying.handle import Applied
+    from lowtide.losses.deferred import LossRequest
+    from lowtide.measure import TileLedger
+
+_REQUEST = "lowtide_loss_request"
+
+
+class OwnerRuntime:
+    """Sees whether a call of the model is one with labels."""
+
+    def __init__(self, owner: Applied) -> None:
+        self.owner = owner
+        self.has_labels = False
+
+    def is_active(self, module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled()
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        labels = kwargs.get("labels")
+        if args and labels is None:
+            labels = inspect.signature(forward).bind_partial(*args).arguments.get("labels")
+        before, self.has_labels = self.has_labels, labels is not None
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.has_labels = before
+
+
+class HeadRuntime:
+    """Returns logits that are not computed, and the loss when they are asked for it."""
+
+    def __init__(self, calls: OwnerRuntime, ledger: TileLedger, tokens: int | None) -> None:
+        self.owner = calls.owner
+        self._calls = calls
+        self._ledger = ledger
+        self._tokens = tokens
+
+    def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (its model decides)
+        return self._calls.has_labels
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        head = module_of(forward)
+        if head is None or len(args) != 1:
+            return forward(*args, **kwargs)
+        (hidden,) = args
+        if _REQUEST in kwargs:
+            return head_loss(head, forward, hidden, kwargs[_REQUEST], self._ledger, self._tokens)
+
+        def make_loss(hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
+            return head(hidden, **{_REQUEST: request})  # type: ignore[no-any-return]
+
+        dtype = torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else hidden.dtype
+        return DeferredLogits(hidden, count_classes(head), dtype, make_loss, forward)
+
+
+def _is_autocast(tensor: torch.Tensor) -> bool:
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -1,0 +1,51 @@
+"""What the seam of an MLP or a mixture of experts does: run it in tiles, after a trial that it can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide.slots import take_tensors
+from lowtide.tiling.function import tile_call
+from lowtide.tiling.probe import check_token_wise
+from lowtide.tiling.sharded import module_of
+from lowtide.tiling.size import tile_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+    from lowtide.applying.handle import Applied
+    from lowtide.measure import TileLedger
+    from lowtide.policy import Policy
+
+
+class TileRuntime:
+    """Tiles one module."""
+
+    def __init__(self, policy: Policy, ledger: TileLedger, owner: Applied) -> None:
+        self._policy = policy
+        self._ledger = ledger
+        self._is_tried = False
+        self.owner = owner
+
+    def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (in training or not)
+        """Always: a long forward without gradients has intermediates too."""
+        return True
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = _hidden_states(args, kwargs)
+        if x is None:
+            return forward(*args, **kwargs)
+        tokens, shards = self._policy.tile_tokens, self._policy.tile_shards
+        if not self._is_tried and tile_count(x, module_of(forward), tokens, shards) > 1:
+            check_token_wise(self._ledger.name, forward, args, kwargs, x.shape[:-1])
+            self._is_tried = True
+        return tile_call(forward, x, args, kwargs, self._ledger, tokens=tokens, shards=shards)
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The first argument that holds features of tokens."""
+    tensors, _ = take_tensors((args, kwargs))
+    return next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1), None)

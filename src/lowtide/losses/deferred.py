@@ -1,0 +1,190 @@
+"""Logits that are not computed: what a head returns when its loss is to be made in tiles.
+
+A model's own code goes on from the head as ever: it may scale and bend the logits, cast, shift, mask and flatten them,
+and in the end asks `torch.nn.functional.cross_entropy` for the loss. `DeferredLogits` follows those steps on the hidden
+states, which have the same tokens, and answers that last call with the loss in tiles. So the loss is the model's own:
+its shift, its ignored labels, its divisor. Anything else that is asked of it is refused, with the remedy.
+
+It is no tensor on purpose: DistributedDataParallel and others look through a model's outputs for tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from lowtide.errors import LogitsNotComputedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Shape = torch.Size | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRequest:
+    """What to make of hidden states: `after * tanh(before * logits)`, or `before * logits`; then cross entropy."""
+
+    labels: torch.Tensor
+    before: float
+    after: float | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """The logits of some hidden states, up to factors and a bend."""
+
+    hidden: torch.Tensor
+    classes: int
+    dtype: torch.dtype
+    make_loss: Callable[[torch.Tensor, LossRequest], torch.Tensor]
+    make_logits: Callable[[torch.Tensor], torch.Tensor]
+    before: float = 1.0
+    after: float | None = None
+
+    # What code asks of a tensor before it computes with it
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.classes))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.dim()
+
+    @property
+    def requires_grad(self) -> bool:
+        return True
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    # Steps that change which tokens there are, or nothing
+
+    def float(self) -> DeferredLogits:
+        return dataclasses.replace(self, dtype=torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
+        """A cast only: the loss is made in single precision where the hidden states are."""
+        wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        return dataclasses.replace(self, dtype=wanted[0]) if wanted else self
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    def view(self, *shape: Any) -> DeferredLogits:
+        return self.reshape(*shape)
+
+    def reshape(self, *shape: Any) -> DeferredLogits:
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if not sizes or sizes[-1] not in (self.classes, -1) or (sizes[-1] == -1 and -1 in sizes[:-1]):
+            raise self._refuse(f"reshaped to {sizes}")
+        return dataclasses.replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+
+    def __getitem__(self, index: Any) -> DeferredLogits:
+        """Any choice of tokens; not of classes."""
+        for classes in (self.classes, self.classes + 1):  # an index that leaves both whole does not touch them
+            tried = torch.empty((*self.hidden.shape[:-1], classes), device="meta")
+            if self._on_meta(tried, index).shape[-1:] != (classes,):
+                raise self._refuse(f"indexed with {index}")
+        return dataclasses.replace(self, hidden=self.hidden[index])
+
+    @staticmethod
+    def _on_meta(tried: torch.Tensor, index: Any) -> torch.Tensor:
+        """Which tokens a mask chooses is known from its values alone, so it is turned into places."""
+        parts = index if isinstance(index, tuple) else (index,)
+        places: list[Any] = []
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.dtype is torch.bool:
+                places += [place.to("meta") for place in part.nonzero(as_tuple=True)]
+            else:
+                places.append(part.to("meta") if isinstance(part, torch.Tensor) else part)
+        return tried[tuple(places)]
+
+    # Steps that change values
+
+    def __mul__(self, factor: Any) -> DeferredLogits:
+        if not isinstance(factor, int | float):
+            raise self._refuse(f"multiplied with {type(factor).__name__}")
+        if self.after is not None:
+            return dataclasses.replace(self, after=self.after * factor)
+        return dataclasses.replace(self, before=self.before * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, factor: Any) -> DeferredLogits:
+        if not isinstance(factor, int | float):
+            raise self._refuse(f"divided by {type(factor).__name__}")
+        return self * (1 / factor)
+
+    def tanh(self) -> DeferredLogits:
+        if self.after is not None:
+            raise self._refuse("bent twice")
+        return dataclasses.replace(self, after=1.0)
+
+    # The end: the loss, or a refusal
+
+    def materialize(self) -> torch.Tensor:
+        """The logits after all, whole."""
+        logits = self.make_logits(self.hidden) * self.before
+        return (logits if self.after is None else self.after * logits.tanh()).to(self.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known: dict[Any, Callable[..., Any]] = {
+            torch.tanh: cls.tanh,
+            torch.mul: cls.__mul__,
+            torch.div: cls.__truediv__,
+            F.cross_entropy: cls._loss,
+        }
+        first = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, cls)), None)
+        if first is None or function not in known:
+            raise cls._refusal(f"passed to {getattr(function, '__name__', function)}")
+        return known[function](*args, **(kwargs or {}))
+
+    def _loss(
+        self,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: Any = 0.0,
+    ) -> torch.Tensor:
+        if weight is not None or size_average is not None or reduce is not None or target.is_floating_point():
+            raise self._refuse("given to a cross entropy with class weights, soft targets or old arguments")
+        if self.hidden.dim() > 2:  # noqa: PLR2004  (there, torch takes the second dimension for the classes)
+            raise self._refuse("given to a cross entropy with classes in the second dimension")
+        request = LossRequest(target, self.before, self.after, ignore_index, reduction, label_smoothing)
+        return self.make_loss(self.hidden, request)
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refuse(f"asked for {name!r}")
+
+    @classmethod
+    def _refuse(cls, what: str) -> LogitsNotComputedError:
+        return cls._refusal(what)
+
+    @staticmethod
+    def _refusal(what: str) -> LogitsNotComputedError:
+        return LogitsNotComputedError(
+            f"the policy tile(loss) is in force, so the logits were never computed, and they were {what}. "
+            "Use outputs.loss; or outputs.logits.materialize() for whole logits, at their full cost; or leave "
+            "tile(loss) out of the policy"
+        )
