@@ -260,6 +260,18 @@ class TestRefused:
         with pytest.raises(InPlaceError, match="weight that backward needs"):
             out.backward()
 
+    def test_a_tensor_changed_inside_after_it_was_saved(self):
+        def careless(x):
+            y = x.exp()
+            z = y * 1
+            y.add_(1)
+            return z + y.sin()
+
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            careless(batch(37)).sum().backward()
+        with pytest.raises(InPlaceError, match="inplace operation"):
+            lowtide.tile(careless, batch(37), tokens=10).sum().backward()
+
     def test_an_input_changed_between_forward_and_backward(self):
         mlp, x = build(Gated), batch(3, 37) * 1
         out = lowtide.tile(mlp, x, tokens=10).sum()

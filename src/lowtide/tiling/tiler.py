@@ -202,7 +202,7 @@ class _Tile:
         self._call = call
         self._index = index
         self._versions: list[int | None] = []
-        self._recomputed: list[torch.Tensor | None] = []
+        self._recomputed: list[tuple[torch.Tensor, int] | None] = []
 
     def pack(self, tensor: torch.Tensor) -> _Dropped:
         """Autograd's pack hook: the tensor goes, its number stays."""
@@ -213,8 +213,14 @@ class _Tile:
         """A tensor again. Each is handed out once; asked for another time, the tile is run another time."""
         if not self._recomputed or self._recomputed[number] is None:
             self._recompute()
-        tensor, self._recomputed[number] = self._recomputed[number], None
-        return tensor  # type: ignore[return-value]  # it was just computed
+        tensor, version = self._recomputed[number]  # type: ignore[misc]  # it was just computed
+        self._recomputed[number] = None
+        if tensor._version != version:
+            raise InPlaceError(
+                f"{self._call.ledger.name}: a tensor that backward needs is modified by an inplace operation after it "
+                f"was saved (version {version}, now {tensor._version}): change a copy of it instead"
+            )
+        return tensor
 
     def forget(self) -> None:
         """Let go of what was computed again and not asked for."""
@@ -247,7 +253,7 @@ class _Tile:
                 f"{self._call.ledger.name}: a weight that backward needs was modified by an inplace operation between "
                 f"forward and backward (version {self._versions[number]}, now {tensor._version})"
             )
-        self._recomputed.append(tensor.detach())
+        self._recomputed.append((tensor.detach(), tensor._version))
         if len(self._recomputed) == len(self._versions) and not self._call.runs_to_the_end:
             raise _Enough
         return tensor
