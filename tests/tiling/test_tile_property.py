@@ -23,19 +23,18 @@ class Step(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x):
-        if self.kind == "norm":
-            return self.norm(x)
-        if self.kind == "gate":
-            return self.linear(x).sigmoid() * x
-        if self.kind == "twice":
-            return self.linear(self.linear(x).tanh())
-        if self.kind == "nested":
-            return checkpoint(lambda t: self.linear(t).exp() * 0.1, x, use_reentrant=False)
-        if self.kind == "detour":
-            return x + self.linear(x).detach() * x.sin()
-        if self.kind == "inplace":
-            return self.linear(x).mul_(2).relu_()
-        return self.linear(x)
+        linear = self.linear
+        kinds = {
+            "plain": linear,
+            "bias": linear,
+            "norm": self.norm,
+            "gate": lambda x: linear(x).sigmoid() * x,
+            "twice": lambda x: linear(linear(x).tanh()),
+            "nested": lambda x: checkpoint(lambda t: linear(t).exp() * 0.1, x, use_reentrant=False),
+            "detour": lambda x: x + linear(x).detach() * x.sin(),
+            "inplace": lambda x: linear(x).mul_(2).relu_(),
+        }
+        return kinds[self.kind](x)
 
 
 class Chain(nn.Module):

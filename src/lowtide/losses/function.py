@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn import functional as F
 
 from lowtide.errors import InvalidValueError
+from lowtide.losses.fused import use_liger
 from lowtide.losses.in_tiles import ReducedLoss, TokenLosses
 from lowtide.losses.tile_step import LossOptions
 from lowtide.units import parse_tokens
+
+if TYPE_CHECKING:
+    from lowtide.losses.fused import Kernel
 
 TILE_BYTES = 128 * 1024**2
 """The default tile: as many tokens as have logits of this size in single precision ..."""
@@ -32,6 +36,7 @@ def linear_cross_entropy(
     logit_scale: float | None = None,
     shift: bool = False,
     tokens: int | str = "auto",
+    kernel: Kernel = "auto",
 ) -> torch.Tensor:
     """The cross entropy of `hidden @ weight.T + bias` against `labels`; the logits exist for one tile at a time.
 
@@ -42,6 +47,9 @@ def linear_cross_entropy(
 
     A mean or a sum costs the same three matrix products as the plain loss. Losses per token (`"none"`) cost one more in
     backward. Sums over tiles are kept in single precision.
+
+    `kernel="auto"` takes Liger's fused kernel for a mean or a sum on CUDA if liger-kernel is installed, no tile size is
+    given and the logits are neither scaled nor bent; else, or with `"torch"`, plain torch.
     """
     _check(hidden, weight, labels, bias, reduction, label_smoothing, logit_softcap)
     if shift:
@@ -53,9 +61,12 @@ def linear_cross_entropy(
     flat_labels = labels.reshape(-1).to(hidden.device, torch.int64)
     options = LossOptions(ignore_index, label_smoothing, logit_softcap, logit_scale)
     size = tile_tokens(weight.shape[0], tokens)
+    if kernel == "liger" and (reduction == "none" or tokens != "auto"):
+        raise InvalidValueError("kernel='liger' makes a mean or a sum, in tiles of its own size")
     if reduction == "none":
         return TokenLosses.apply(flat, weight, bias, flat_labels, options, size).view(labels.shape)  # type: ignore[no-any-return, no-untyped-call]
-    return ReducedLoss.apply(flat, weight, bias, flat_labels, options, reduction, size)  # type: ignore[no-any-return, no-untyped-call]
+    fused = tokens == "auto" and use_liger(kernel, flat, options)
+    return ReducedLoss.apply(flat, weight, bias, flat_labels, options, reduction, None if fused else size)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def tile_tokens(classes: int, tokens: int | str) -> int:

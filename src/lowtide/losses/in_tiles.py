@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.errors import LowtideError
+from lowtide.losses.fused import liger_mean
 from lowtide.losses.tile_step import LossOptions, TileLoss
 
 if TYPE_CHECKING:
@@ -74,11 +75,17 @@ class ReducedLoss(torch.autograd.Function):
         labels: torch.Tensor,
         options: LossOptions,
         reduction: str,
-        tokens: int,
+        tokens: int | None,
     ) -> torch.Tensor:
+        """With no tile size the fused kernel cuts by its own."""
         valid = (labels != options.ignore_index).sum().clamp(min=1)
         valid = valid.to(torch.promote_types(hidden.dtype, torch.float32))
         needs = ctx.needs_input_grad[:3]
+        ctx.is_mean = reduction == "mean"
+        if tokens is None:
+            mean, found = liger_mean(hidden, weight, bias, labels, options, needs)
+            ctx.save_for_backward(valid, *found)
+            return mean if ctx.is_mean else mean * valid
         gradients = _Gradients(hidden, weight, bias, needs)
         total = torch.zeros_like(valid)
         for rows in _tiles(len(hidden), tokens):
@@ -88,7 +95,6 @@ class ReducedLoss(torch.autograd.Function):
                 gradients.add(rows, hidden[rows], step.logit_gradient((1 / valid).expand(len(step.losses))))
             del step  # before the next tile's logits
         ctx.save_for_backward(valid, *gradients.finished())
-        ctx.is_mean = reduction == "mean"
         return total / valid if ctx.is_mean else total
 
     @staticmethod
