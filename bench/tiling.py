@@ -1,8 +1,9 @@
 """Tiled MLPs side by side: ours, DeepSpeed's, Liger's and unsloth's; `make bench` runs it beside the peers.
 
-Counts first: matrix products (FLOP counter) and peak bytes (emulated device) are exact. Time is the median of interleaved
-runs on the CPU, as a ratio to the untiled MLP. The matrix of cases compares gradients with the untiled module's, and
-hook firings with one. The table goes to the terminal, to `bench/results/tiling.json` and to `docs/tiling-benchmark.md`.
+Counts first: matrix products (FLOP counter) and peak bytes (emulated device) are exact. Time is the median of
+interleaved runs on the CPU, as a ratio to the untiled MLP. The matrix of cases compares gradients with the untiled
+module's, and hook firings with one. The table goes to the terminal, to `bench/results/tiling.json` and to
+`docs/tiling-benchmark.md`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 import lowtide
@@ -48,7 +49,9 @@ ACCURACY = 1e-9
 class Mlp(nn.Module):
     """Llama's, with dropout if it is asked for."""
 
-    def __init__(self, hidden: int = 32, inner: int = 80, dtype: torch.dtype = torch.double, dropout: float = 0) -> None:
+    def __init__(
+        self, hidden: int = 32, inner: int = 80, dtype: torch.dtype = torch.double, dropout: float = 0
+    ) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(hidden, inner, bias=False, dtype=dtype) for _ in range(2))
         self.down = nn.Linear(inner, hidden, bias=False, dtype=dtype)
@@ -84,7 +87,11 @@ def engines() -> dict[str, Engine]:
     """By name; a peer that is not installed is left out, and said so."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
     found: dict[str, Engine] = {"untiled": untiled, "Lowtide": ours}
-    for name, load in (("DeepSpeed TiledMLP", _deepspeed), ("Liger tiled MLP", _liger), ("unsloth tiled MLP", _unsloth)):
+    for name, load in (
+        ("DeepSpeed TiledMLP", _deepspeed),
+        ("Liger tiled MLP", _liger),
+        ("unsloth tiled MLP", _unsloth),
+    ):
         try:
             found[name] = load()
         except ImportError as error:
@@ -107,9 +114,12 @@ def _liger() -> Engine:
 def _unsloth() -> Engine:
     from unsloth_zoo.tiled_mlp import TiledMLP
 
-    return lambda mlp, x, shards: TiledMLP.apply(
-        mlp.forward, mlp, x, True, shards, -(-x.shape[:-1].numel() // shards)
-    )
+    def run(mlp: nn.Module, x: torch.Tensor, shards: int) -> Any:
+        count = x.shape[:-1].numel()
+        chunk = -(-count // shards)
+        return TiledMLP.apply(mlp.forward, mlp, x, True, max(1, count // chunk), chunk)
+
+    return run
 
 
 # ---- counts
@@ -297,7 +307,11 @@ CASES: dict[str, Callable[[Engine], bool]] = {
     "hooks fire once": case_hooks_fire_once,
     "autograd.grad leaves .grad alone": case_autograd_grad,
 }
-DDP = {"DDP": {}, "DDP, find_unused_parameters": {"find_unused_parameters": True}, "DDP, static_graph": {"static_graph": True}}
+DDP = {
+    "DDP": {},
+    "DDP, find_unused_parameters": {"find_unused_parameters": True},
+    "DDP, static_graph": {"static_graph": True},
+}
 
 
 def verdict(case: Callable[[Engine], bool], engine: Engine) -> str:
@@ -330,7 +344,10 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     lines = [
         ["time, ratio to untiled", *(f"{row['seconds'] / plain['seconds']:.2f}" for row in results.values())],
         ["matrix products", *(f"{row['flops'] / unit:.0f}" for row in results.values())],
-        ["matrix products inside a checkpoint", *(f"{row['flops in a checkpoint'] / unit:.0f}" for row in results.values())],
+        [
+            "matrix products inside a checkpoint",
+            *(f"{row['flops in a checkpoint'] / unit:.0f}" for row in results.values()),
+        ],
         ["peak bytes", *(format_bytes(row["peak bytes"]) for row in results.values())],
     ]
     return lines + [[case, *(row[case] for row in results.values())] for case in (*CASES, *DDP)]
@@ -341,11 +358,11 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows(results)])
     return f"""# Tiled MLPs side by side
 
-Written by `make bench` (`bench/tiling.py`), on a CPU: the peers are the released packages, unchanged, each called as its
-documentation says. Matrix products count one weight against all tokens as 1 (an untiled MLP: 3 forward, 6 backward). Peak
-bytes are those of {TOKENS} tokens, {HIDDEN} wide, {INNER} inside, in {SHARDS} tiles, counted on the emulated device. Time is
-the median of interleaved steps with {SHARDS // 4} tiles. "Right" means: gradients within {ACCURACY:g} of the untiled module's,
-in double precision.
+Written by `make bench` (`bench/tiling.py`), on a CPU: the peers are the released packages, unchanged, each called as
+its documentation says. Matrix products count one weight against all tokens as 1 (an untiled MLP: 3 forward, 6
+backward). Peak bytes are those of {TOKENS} tokens, {HIDDEN} wide, {INNER} inside, in {SHARDS} tiles, counted on the
+emulated device. Time is the median of interleaved steps with {SHARDS // 4} tiles. "Right" means: gradients within
+{ACCURACY:g} of the untiled module's, in double precision.
 
 {table}
 """

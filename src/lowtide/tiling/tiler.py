@@ -27,9 +27,10 @@ from lowtide.slots import take_tensors
 from lowtide.tiling.sharded import UnshardedInBackward, inner_units, module_of, unsharded_in_forward
 from lowtide.tiling.sums import Sums
 from lowtide.tiling.surroundings import Autocast, RandomState
+from lowtide.tiling.whole import Land, Landing, Outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lowtide.measure import TileLedger
     from lowtide.slots import Frame
@@ -49,16 +50,20 @@ def run_tiles(
     tensors, frame = take_tensors((args, kwargs))
     del args, kwargs
     units = inner_units(function)
+    outputs = Outputs(grid)
     with unsharded_in_forward(units):
         if not torch.is_grad_enabled():
             _count(ledger, grid)
-            calls = (frame.fill(tile) for tile in _cut(tensors, grid))
-            return grid.join([function(*args, **kwargs) for args, kwargs in calls])
-        handed_on, inputs = _save(tensors, grid, units)
+            for index, tile in enumerate(_cut(tensors, grid)):
+                args, kwargs = frame.fill(tile)
+                outputs.add(index, function(*args, **kwargs))
+            return outputs.finished()
+        tiles, inputs = _save(tensors, grid, units)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
         autocast = Autocast(tensors[0].device)
         call = _Call(function, frame, inputs, autocast, ledger, runs_to_the_end=_has_partitioned_weights(function))
-        return grid.join(_run(call, _cut(handed_on, grid), Sums(function, accumulate)))
+        _run(call, tiles, Sums(function, accumulate), outputs)
+        return outputs.finished()
 
 
 def _count(ledger: TileLedger, grid: TokenGrid) -> None:
@@ -66,18 +71,16 @@ def _count(ledger: TileLedger, grid: TokenGrid) -> None:
     ledger.tiles += len(grid.sizes)
 
 
-def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: Sums) -> list[Any]:
-    outputs = []
+def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: Sums, outputs: Outputs) -> None:
     before = RandomState(*tiles[0])
     for index, tensors in enumerate(tiles):
         tile = _Tile(call, index)
         args, kwargs = call.frame.fill(tensors)
         with sums.used(), call.autocast.restored(), torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack):
-            outputs.append(call.function(*args, **kwargs))
+            outputs.add(index, call.function(*args, **kwargs))
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
-    return outputs
 
 
 def _cut(tensors: list[torch.Tensor], grid: TokenGrid) -> list[tuple[torch.Tensor, ...]]:
@@ -105,32 +108,55 @@ class _Unpacked:
 
 
 class _Save(torch.autograd.Function):
-    """Saves all tensors, and hands those on that need a gradient."""
+    """Saves all tensors, and hands on those that need a gradient: in tiles, if they have a landing for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, unpacked: _Unpacked, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, unpacked: _Unpacked, landings: list[Landing | None], grid: TokenGrid, *tensors: Any) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.unpacked = unpacked
-        ctx.needs = ctx.needs_input_grad[1:]
-        return tuple(tensor.view_as(tensor) for tensor, needs in zip(tensors, ctx.needs, strict=True) if needs)
+        ctx.unpacked, ctx.landings, ctx.tiles = unpacked, landings, len(grid.sizes)
+        ctx.needs = ctx.needs_input_grad[3:]
+        handed_on: list[torch.Tensor] = []
+        for tensor, landing, needs in zip(tensors, landings, ctx.needs, strict=True):
+            if needs:
+                handed_on += [tensor.view_as(tensor)] if landing is None else grid.cut(tensor)
+        return tuple(handed_on)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.unpacked.end()
         given = iter(gradients)
-        return None, *[next(given) if needs else None for needs in ctx.needs]
+        found: list[torch.Tensor | None] = []
+        for landing, needs in zip(ctx.landings, ctx.needs, strict=True):
+            if not needs:
+                found.append(None)
+            elif landing is None:
+                found.append(next(given))
+            else:
+                found.append(landing.take([next(given) for _ in range(ctx.tiles)]))
+        return None, None, None, *found
 
 
-def _save(tensors: list[torch.Tensor], grid: TokenGrid, units: list[Any]) -> tuple[list[torch.Tensor], _SavedInputs]:
-    """The tensors as the tiles are to use them, and a way to have them again in backward."""
+def _save(
+    tensors: list[torch.Tensor], grid: TokenGrid, units: list[Any]
+) -> tuple[list[tuple[torch.Tensor, ...]], _SavedInputs]:
+    """The tensors of each tile, and a way to have them again in backward."""
     unpacked = _Unpacked(units)
     needs = [tensor.requires_grad for tensor in tensors]
     carrier = [] if any(needs) else [torch.empty(0, requires_grad=True)]  # a node needs one that requires a gradient
-    out = _Save.apply(unpacked, *tensors, *carrier)  # type: ignore[no-untyped-call]
-    given = iter(out)
-    handed_on = [next(given) if needed else tensor for tensor, needed in zip(tensors, needs, strict=True)]
-    return handed_on, _SavedInputs(out[0].grad_fn, unpacked, needs, grid)
+    landings = [Landing(grid, t) if t.requires_grad and grid.covers(t) else None for t in tensors]
+    given = _Save.apply(unpacked, [*landings, *[None] * len(carrier)], grid, *tensors, *carrier)  # type: ignore[no-untyped-call]
+    handed_on = iter(given)
+    tiles = len(grid.sizes)
+    columns: list[Sequence[torch.Tensor]] = []
+    for tensor, landing in zip(tensors, landings, strict=True):
+        if landing is not None:
+            columns.append([Land.apply(landing, index, next(handed_on)) for index in range(tiles)])  # type: ignore[no-untyped-call]
+        elif tensor.requires_grad:
+            columns.append([next(handed_on)] * tiles)
+        else:
+            columns.append(grid.cut(tensor) if grid.covers(tensor) else [tensor] * tiles)
+    return list(zip(*columns, strict=True)), _SavedInputs(given[0].grad_fn, unpacked, needs, grid)
 
 
 class _SavedInputs:

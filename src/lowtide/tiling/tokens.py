@@ -1,4 +1,4 @@
-"""The tokens of one call: how they are laid out, and how they are cut into tiles and joined again.
+"""The tokens of one call: how they are laid out, and how they are cut into tiles.
 
 Everything but the last dimension of the input counts tokens. Tiles are contiguous runs of them, and keep a batch
 dimension of one if there was a batch: a tile of `[4, 1000, 64]` is `[1, t, 64]`.
@@ -6,15 +6,9 @@ dimension of one if there was a batch: a tile of `[4, 1000, 64]` is `[1, t, 64]`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import itertools
 
 import torch
-
-from lowtide.errors import NotTokenWiseError
-from lowtide.slots import take_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class TokenGrid:
@@ -24,40 +18,26 @@ class TokenGrid:
         self.lead = lead
         self.count = lead.numel()
         self.sizes = _even_sizes(self.count, tiles)
-        self._flat_lead = (1, self.count) if len(lead) > 1 else (self.count,)
-        self._dim = len(self._flat_lead) - 1
+        self.starts = [0, *itertools.accumulate(self.sizes)][:-1]
+        self.flat_lead = (1, self.count) if len(lead) > 1 else (self.count,)
+        self.dim = len(self.flat_lead) - 1
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has a row for each token; such tensors are cut along with the input."""
         return tensor.shape[: len(self.lead)] == self.lead
 
     def cut(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tiles of a tensor that covers the tokens."""
-        flat = tensor.reshape(*self._flat_lead, *tensor.shape[len(self.lead) :])
-        return torch.split(flat, self.sizes, self._dim)
+        """The tiles of a tensor that covers the tokens.
 
-    def join(self, outputs: Sequence[Any]) -> Any:
-        """One output from those of all tiles: any nesting, each tensor with a row per token."""
-        rows, frame = [], None
-        for output in outputs:
-            tensors, one = take_tensors(output)
-            frame = frame or one
-            rows.append(tensors)
-        if len({len(tensors) for tensors in rows}) != 1:
-            raise NotTokenWiseError("its tiles return different numbers of tensors")
-        joined = [self._join(tiles, position) for position, tiles in enumerate(zip(*rows, strict=True))]
-        return frame.fill(tuple(joined))  # type: ignore[union-attr]  # there is at least one tile
+        Each is a plain tensor to look at: a batch dimension of one keeps no trace of the whole in its stride, by which
+        torch chooses how to multiply. A tile must look the same when it is run again.
+        """
+        flat = tensor.reshape(*self.flat_lead, *tensor.shape[len(self.lead) :])
+        return tuple(part.view(part.shape) for part in torch.split(flat, self.sizes, self.dim))
 
-    def _join(self, tiles: tuple[torch.Tensor, ...], position: int) -> torch.Tensor:
-        sizes = list(zip(tiles, self.sizes, strict=True))
-        if all(tile.shape[: self._dim + 1] == (*self._flat_lead[:-1], size) for tile, size in sizes):
-            return torch.cat(tiles, self._dim).reshape(*self.lead, *tiles[0].shape[self._dim + 1 :])
-        if all(tile.shape[:1] == (size,) for tile, size in sizes):
-            return torch.cat(tiles)  # flattened by the module itself, as router logits are
-        raise NotTokenWiseError(
-            f"for {self.sizes[0]} tokens, its output {position} has the shape {tuple(tiles[0].shape)}: "
-            "no dimension that counts tokens"
-        )
+    def part(self, flat: torch.Tensor, index: int, dim: int) -> torch.Tensor:
+        """The rows of one tile in a tensor that has the tokens in one dimension."""
+        return flat.narrow(dim, self.starts[index], self.sizes[index])
 
 
 def _even_sizes(count: int, tiles: int) -> list[int]:
