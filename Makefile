@@ -2,14 +2,16 @@
 #   make demo    the device and the story, end to end
 #   make test    all tests
 #   make lint    ruff, mypy --strict, import-linter
-#   make bench   side by side with peers
+#   make bench   side by side with peers, which go into .venv-peers
+#   make test-peers   the tests that need a peer's package
 #   make docs    the documentation site, in site/
 
 PYTHON ?= python3
 BIN := .venv/bin
+PEERS := .venv-peers/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-peers lint bench docs clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/memory_cap.py
@@ -23,14 +25,18 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/.dev
+bench: .venv/.dev .venv-peers/.ready
 	$(BIN)/python bench/run.py
+	$(PEERS)/python bench/tiling.py
+
+test-peers: .venv-peers/.ready
+	TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/losses/test_fused.py
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first: other packages then find it there and pull no other build of it.
 .venv/.torch: constraints.txt
@@ -47,6 +53,14 @@ clean:
 .venv/.dev: .venv/.torch pyproject.toml
 	@echo "Installing lowtide with what the tests need (once)"
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# Peers sit on top of .venv, without their own dependencies: none of them may replace what the tests run with.
+.venv-peers/.ready: .venv/.dev constraints-peers.txt
+	@echo "Setting up .venv-peers (once)"
+	$(BIN)/python -m venv .venv-peers
+	$(PEERS)/python bench/share_packages.py .venv
+	$(PEERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-peers.txt
 	@touch $@
 
 .venv/.docs: .venv/.dev
