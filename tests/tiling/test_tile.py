@@ -189,6 +189,18 @@ def test_double_backward():
     assert_close(penalty(tiled(mlp, 3)), penalty(mlp))
 
 
+def test_a_tile_without_gradient():
+    x = batch(37)
+    sizes = [10, 9, 9, 9]
+
+    def only_some(x):
+        return x.sin() if x.shape[0] == sizes[0] else x.detach()
+
+    lowtide.tile(only_some, x, tokens=10).sum().backward()
+    assert torch.equal(x.grad[: sizes[0]], x.detach()[: sizes[0]].cos())
+    assert torch.equal(x.grad[sizes[0] :], torch.zeros_like(x.grad[sizes[0] :]))
+
+
 def test_autograd_grad_leaves_grad_alone():
     mlp, x = build(Gated), batch(3, 37)
     (ours,) = torch.autograd.grad(lowtide.tile(mlp, x, tokens=10).sum(), mlp.up.weight)

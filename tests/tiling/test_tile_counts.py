@@ -73,6 +73,20 @@ def test_backward_holds_one_tile(sim):
     assert in_tiles <= plain / 3.5
 
 
+def test_what_a_partial_backward_leaves_unused_goes_with_its_tile(sim):
+    """The gradient of the last weight alone asks for one of the tensors that a tile saved."""
+    mlp = Gated(hidden=128, inner=448, dtype=torch.float32).to(sim)
+    x = torch.randn(4096, 128, device=sim)
+    out = lowtide.tile(mlp, x, tokens=4096 // 32)
+    torch.accelerator.synchronize()
+    simdevice.reset()
+    base = simdevice.stats().live_bytes
+    torch.autograd.grad(out, mlp.down.weight, torch.ones_like(out))
+    torch.accelerator.synchronize()
+    one_tile = 8 * 448 * (4096 // 32) * 4
+    assert simdevice.stats().peak_bytes - base <= out.nbytes + 3 * mlp.down.weight.nbytes + 2 * one_tile
+
+
 def test_forward_holds_one_tile_and_saves_the_input_alone(sim):
     mlp = Gated(hidden=128, inner=448, dtype=torch.float32).to(sim)
     x = torch.randn(4096, 128, device=sim, requires_grad=True)
