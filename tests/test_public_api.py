@@ -41,6 +41,7 @@ def test_exported_names_are_pinned():
         "checkpoint",
         "linear_cross_entropy",
         "offload",
+        "patch_torch",
         "simdevice",
         "tile",
     ]

@@ -17,6 +17,7 @@ from lowtide.losses import linear_cross_entropy
 from lowtide.policy import Policy
 from lowtide.stores import HostStore
 from lowtide.tiling import tile
+from lowtide.torch_patch import patch_torch
 
 __all__ = [
     "Applied",
@@ -29,6 +30,7 @@ __all__ = [
     "checkpoint",
     "linear_cross_entropy",
     "offload",
+    "patch_torch",
     "simdevice",
     "tile",
 ]

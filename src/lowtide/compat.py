@@ -1,13 +1,20 @@
-"""Versions: what Lowtide is tested with, and, once there are any, the shims for what differs between versions.
+"""Versions: what Lowtide is tested with, and the shims for what differs between versions and what has no public name.
 
-A shim lives here and nowhere else. It names the upstream change it covers and the version from which it can go.
+A shim lives here and nowhere else. It names what it covers, and the version from which it can go if there is one.
 """
 
 from __future__ import annotations
 
 from importlib import metadata
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
 
 MINIMUM = {
     "torch": Version("2.10"),
@@ -36,3 +43,26 @@ def installed_version(package: str) -> Version | None:
         return Version(metadata.version(package))
     except metadata.PackageNotFoundError:
         return None
+
+
+def non_reentrant_checkpoint(
+    function: Callable[..., T],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+) -> T:
+    """Torch's non-reentrant checkpoint itself. Its public name is what frameworks replace, and so do we."""
+    steps = _checkpoint_without_reentrant_generator(
+        function, preserve_rng_state, context_fn, determinism_check, debug, early_stop, *args
+    )
+    next(steps)
+    try:
+        result = function(*args)
+    except BaseException as error:
+        steps.throw(error)
+        raise
+    next(steps, None)
+    return result

@@ -6,10 +6,11 @@ import functools
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.checkpointing.saving import Schedule
 from lowtide.checkpointing.selective import with_offload
+from lowtide.compat import non_reentrant_checkpoint
 from lowtide.errors import InvalidValueError
 from lowtide.measure import RegionLedger
 from lowtide.slots import Frame, take_tensors
@@ -59,7 +60,7 @@ def checkpoint(
         kwargs,
         ledger=ledger,
         schedule=schedule,
-        context_fn=context_fn or torch_checkpoint.noop_context_fn,
+        context_fn=context_fn or noop_context_fn,
         determinism_check=determinism_check,
         debug=debug,
         early_stop=early_stop,
@@ -88,12 +89,12 @@ def run_region(
     del args, kwargs
     ledger.forwards += 1
     if schedule is None or is_inside_checkpoint():
-        return torch_checkpoint.checkpoint(replay, *tensors, use_reentrant=False, **options)  # type: ignore[no-any-return]
+        return non_reentrant_checkpoint(replay, *tensors, **options)  # type: ignore[no-any-return]
     call = schedule.begin(ledger, skip)
     replay.on_entry = call.packed_all
     try:
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-            result: T = torch_checkpoint.checkpoint(replay, *tensors, use_reentrant=False, **options)
+            result: T = non_reentrant_checkpoint(replay, *tensors, **options)
     except BaseException:
         schedule.forget(call)
         raise
