@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv by itself, once.
 #   make demo    the device and the story, end to end
-#   make test    all tests
+#   make test    the tests
+#   make test-all   the slow ones, too
 #   make lint    ruff, mypy --strict, import-linter
 #   make bench   side by side with peers, which go into .venv-peers
 #   make test-peers   the tests that need a peer's package
@@ -11,13 +12,16 @@ BIN := .venv/bin
 PEERS := .venv-peers/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-peers lint bench docs clean
+.PHONY: demo test test-all test-peers lint bench docs clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/memory_cap.py
 
 test: .venv/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: .venv/.dev
+	$(BIN)/python -m pytest -m "" $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

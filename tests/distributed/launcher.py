@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "lowtide"]
+PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "lowtide",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.t5.modeling_t5",
+]
+"""Imported once, before ranks are forked; what is not installed is left out by the server."""
 
 
 class RankFailedError(AssertionError):

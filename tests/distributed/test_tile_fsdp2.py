@@ -57,3 +57,37 @@ def test_gradients_and_gathers(kind, reshard):
     gathers, plain_gathers = [count for _, count in tiled], [count for _, count in plain]
     assert gathers[0] == gathers[1] <= plain_gathers[0]
     assert plain_gathers[0] > 0
+
+
+def applied_and_sharded(rank: int, lengths: tuple[int, int], fails: bool) -> dict:
+    import lowtide
+
+    net = model()
+    applied = lowtide.apply(net, "tile(mlp, tokens=13)", regions=["layers.*"])
+    mesh = init_device_mesh("cpu", (2,))
+    inner = units(net, "linears")
+    for unit in inner:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    ids = batch(rank)[:, : lengths[rank]]
+    if fails:
+        handle = net.layers[0].norm.weight.register_hook(lambda _: 1 / 0)
+        try:
+            net(ids).backward()
+        except ZeroDivisionError:
+            handle.remove()
+        net.zero_grad()
+    net(ids).backward()
+    groups = [group for unit in inner for group in unit._get_fsdp_state()._fsdp_param_groups]
+    assert all(group.reshard_after_backward and not group.is_unsharded for group in groups)
+    assert all(ledger.calls for ledger in applied.report().tiles)
+    return to_numpy(net)
+
+
+@pytest.mark.parametrize("lengths", [(20, 22), (4, 22)], ids=str)
+def test_applied_with_units_inside(lengths):
+    """Also where one rank's sequence is too short to be cut: the trial gathers weights on both."""
+    per_rank = run_ranks(applied_and_sharded, lengths, False, timeout=60)
+    net = model()
+    sum(net(batch(rank)[:, : lengths[rank]]) / 2 for rank in range(2)).backward()
+    assert_joined(per_rank, net, tolerance=1e-12)

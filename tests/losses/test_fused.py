@@ -48,7 +48,8 @@ def test_it_is_taken_on_cuda(installed):
     ("hidden", "options", "reason"),
     [
         (on_cuda(device=torch.device("meta")), {}, "on meta"),
-        (on_cuda(dtype=torch.double), {}, "double"),
+        (on_cuda(dtype=torch.double), {}, "float64"),
+        (on_cuda(dtype=torch.float16), {}, "float16"),
         (on_cuda(requires_grad=False), {}, "bias gradient"),
         (on_cuda(), {"logit_scale": 2.0}, "scaled or bent"),
         (on_cuda(), {"logit_softcap": 2.0}, "scaled or bent"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fnmatch
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from lowtide.applying.tile_runtime import TileRuntime
 from lowtide.checkpointing import Schedule
 from lowtide.checkpointing.saving import OneByOne
 from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
+from lowtide.losses.head_loss import count_classes
 from lowtide.measure import RegionLedger, TileLedger
 from lowtide.policy import Policy
 from lowtide.regions import Region, find_head, find_mlps, find_regions
@@ -54,6 +56,7 @@ def apply(
         raise InvalidValueError(f"apply needs a torch.nn.Module, got {type(model).__name__}")
     wanted = Policy.parse(policy)
     found = find_regions(model, regions)
+    _check_rules(wanted, found)
     _check_device(model, wanted, found)
     _check_tiles(model, wanted, found)
     previous = _applied_to(model)
@@ -81,7 +84,7 @@ class Applied:
         self._store = HostStore(policy.host_limit) if _offloads(policy, regions) else None
         self._ledgers: list[tuple[RegionLedger, Policy]] = []
         self._tiles: list[TileLedger] = []
-        self._seams: list[Seam] = []
+        self._seams: list[weakref.ref[Seam]] = []  # their modules hold them, and they hold this
         self._flags: list[weakref.ref[nn.Module]] = []
         self._install(model, regions)
 
@@ -110,8 +113,9 @@ class Applied:
 
     def remove(self) -> None:
         """Leave the model as it was. Doing it twice is fine."""
-        for seam in reversed(self._seams):
-            seam.remove()
+        for reference in reversed(self._seams):
+            if (seam := reference()) is not None:
+                seam.remove()
         for flag in self._flags:
             if (module := flag()) is not None:
                 module.gradient_checkpointing = True  # type: ignore[assignment]
@@ -148,7 +152,7 @@ class Applied:
     def _put(self, module: nn.Module, runtime: Runtime) -> None:
         seam = Seam(module, runtime)
         seam.install()
-        self._seams.append(seam)
+        self._seams.append(weakref.ref(seam))
 
     def _tile_mlps(self, regions: list[Region]) -> dict[str, list[TileLedger]]:
         """Before the regions' own seams: a region may be an MLP, and recomputes tiles then."""
@@ -194,12 +198,26 @@ def _policy_of(policy: Policy, region: Region) -> Policy:
     return chosen
 
 
+def _check_rules(policy: Policy, regions: list[Region]) -> None:
+    """A rule that fits nothing would silently do nothing."""
+    names = [region.name for region in regions] + [name for _, name, _ in find_mlps(regions)]
+    for pattern, _ in policy.overrides:
+        if not fnmatch.filter(names, pattern):
+            raise InvalidValueError(
+                f"the rule {pattern!r} of policy {policy.describe()!r} fits no block and no MLP: they are called like "
+                f"{regions[0].name!r}"
+            )
+
+
 def _check_tiles(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
     """What should be tiled must be there, before anything is changed."""
     if "loss" in policy.tile:
-        find_head(model)
-    wants_mlps = any("mlp" in policy.for_region(region.name).tile for region in regions)
-    if wants_mlps and not find_mlps(regions):
+        count_classes(find_head(model).module)
+    wanted = [region for region in regions if "mlp" in policy.for_region(region.name).tile]
+    found = find_mlps(wanted)
+    if found and (bare := sorted({region.name for region in wanted} - {region.name for region, _, _ in found})):
+        logger.warning("tile(mlp): no MLP as a module of its own in %s: nothing is tiled there", ", ".join(bare))
+    if wanted and not found:
         raise NoRegionError(
             f"tile(mlp): no block of {type(model).__name__} holds an MLP or a mixture of experts as a module of its "
             "own. Leave tile(mlp) out, or call lowtide.tile where the block makes its intermediates"

@@ -1,7 +1,7 @@
 """What the seams of a head and of its model do: make the loss in tiles, behind the model's own code.
 
 In a training call with labels, the head returns `DeferredLogits`. When the model's code asks for the cross entropy of
-them, the head is called once more, now for the loss: so whoever gathers its weights in hooks (FSDP2, ZeRO-3) does so.
+them, the loss is made. A head whose weights are gathered in hooks (FSDP2, ZeRO-3) is called once more for that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from lowtide.losses.deferred import DeferredLogits
 from lowtide.losses.head_loss import count_classes, head_loss
-from lowtide.tiling.sharded import module_of
+from lowtide.tiling.callee import Callee
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,9 @@ class OwnerRuntime:
     def is_active(self, module: nn.Module) -> bool:
         return module.training and torch.is_grad_enabled()
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, _module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         labels = kwargs.get("labels")
         if args and labels is None:
             labels = inspect.signature(forward).bind_partial(*args).arguments.get("labels")
@@ -60,19 +62,28 @@ class HeadRuntime:
     def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (its model decides)
         return self._calls.has_labels
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        head = module_of(forward)
-        if head is None or len(args) != 1:
+    def run(self, head: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 1:
             return forward(*args, **kwargs)
         (hidden,) = args
         if _REQUEST in kwargs:
-            return head_loss(head, forward, hidden, kwargs[_REQUEST], self._ledger, self._tokens)
+            return head_loss(Callee(forward, head), hidden, kwargs[_REQUEST], self._ledger, self._tokens)
 
         def make_loss(hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
-            return head(hidden, **{_REQUEST: request})  # type: ignore[no-any-return]
+            return self._make_loss(Callee(forward, head), hidden, request)
 
         dtype = torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else hidden.dtype
         return DeferredLogits(hidden, count_classes(head), dtype, make_loss, forward)
+
+    def _make_loss(self, callee: Callee, hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
+        """Hooks of the head have acted already, on input and logits; only those that gather weights must again."""
+        if not callee.units_of_its_own() and not callee.has_partitioned_weights():
+            return head_loss(callee, hidden, request, self._ledger, self._tokens)
+        before, self._calls.has_labels = self._calls.has_labels, True
+        try:
+            return callee.module(hidden, **{_REQUEST: request})  # type: ignore[no-any-return, misc]
+        finally:
+            self._calls.has_labels = before
 
 
 def _is_autocast(tensor: torch.Tensor) -> bool:

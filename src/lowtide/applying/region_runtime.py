@@ -54,7 +54,9 @@ class RegionRuntime:
         """Whether there is a backward to come."""
         return module.training and torch.is_grad_enabled()
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, _module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The block's forward under its policy."""
         first_node = _get_sequence_nr()
         output = self._run(forward, args, kwargs)

@@ -31,7 +31,7 @@ class Runtime(Protocol):
     def is_active(self, module: nn.Module) -> bool:
         """Whether this call is one to act on."""
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward, under the policy."""
 
 
@@ -58,7 +58,7 @@ class Seam:
         plain = self._plain(module)
         if self.runtime is None or not self.runtime.is_active(module):
             return plain(*args, **kwargs)
-        return self.runtime.run(plain, args, kwargs)
+        return self.runtime.run(module, plain, args, kwargs)
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
         """The module's forward as it was. It holds the module, for a backward that outlives the model's last name."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide.slots import take_tensors
+from lowtide.tiling.callee import Callee
 from lowtide.tiling.function import tile_call
 from lowtide.tiling.probe import check_token_wise
-from lowtide.tiling.sharded import module_of
 from lowtide.tiling.size import tile_count
 
 if TYPE_CHECKING:
@@ -27,22 +27,28 @@ class TileRuntime:
     def __init__(self, policy: Policy, ledger: TileLedger, owner: Applied) -> None:
         self._policy = policy
         self._ledger = ledger
-        self._is_tried = False
+        self._tried: set[bool] = set()
         self.owner = owner
 
     def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (in training or not)
         """Always: a long forward without gradients has intermediates too."""
         return True
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = _hidden_states(args, kwargs)
         if x is None:
             return forward(*args, **kwargs)
+        callee = Callee(forward, module)
         tokens, shards = self._policy.tile_tokens, self._policy.tile_shards
-        if not self._is_tried and tile_count(x, module_of(forward), tokens, shards) > 1:
-            check_token_wise(self._ledger.name, forward, args, kwargs, x.shape[:-1])
-            self._is_tried = True
-        return tile_call(forward, x, args, kwargs, self._ledger, tokens=tokens, shards=shards)
+        if module.training not in self._tried and self._is_to_be_tried(callee, x):
+            check_token_wise(self._ledger.name, callee, args, kwargs, x.shape[:-1])
+            self._tried.add(module.training)  # a norm over the batch acts in training only
+        return tile_call(callee, x, args, kwargs, self._ledger, tokens=tokens, shards=shards)
+
+    def _is_to_be_tried(self, callee: Callee, x: torch.Tensor) -> bool:
+        """Before it is cut for the first time; where a trial gathers weights, in the first call, as all ranks do."""
+        tiles = tile_count(x, callee.module, self._policy.tile_tokens, self._policy.tile_shards)
+        return tiles > 1 or bool(callee.units()) or callee.has_partitioned_weights()
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

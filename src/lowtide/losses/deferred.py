@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LossRequest:
-    """What to make of hidden states: `after * tanh(before * logits)`, or `before * logits`; then cross entropy."""
+    """What to make of hidden states: `after * tanh(before * (logits + bias))`, or without the bend; then the loss."""
 
     labels: torch.Tensor
+    bias: torch.Tensor | None
     before: float
     after: float | None
     ignore_index: int
@@ -45,6 +46,7 @@ class DeferredLogits:
     dtype: torch.dtype
     make_loss: Callable[[torch.Tensor, LossRequest], torch.Tensor]
     make_logits: Callable[[torch.Tensor], torch.Tensor]
+    bias: torch.Tensor | None = None
     before: float = 1.0
     after: float | None = None
 
@@ -94,8 +96,17 @@ class DeferredLogits:
             raise self._refuse(f"reshaped to {sizes}")
         return dataclasses.replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
+        end = end_dim % self.dim()
+        if end == self.dim() - 1:
+            raise self._refuse("flattened with their classes")
+        return dataclasses.replace(self, hidden=self.hidden.flatten(start_dim, end))
+
     def __getitem__(self, index: Any) -> DeferredLogits:
         """Any choice of tokens; not of classes."""
+        if isinstance(index, tuple) and index[0] is Ellipsis and isinstance(index[-1], slice):
+            takes_all = index[-1].indices(self.classes) == (0, self.classes, 1)
+            index = (*index[:-1], slice(None)) if takes_all else index
         for classes in (self.classes, self.classes + 1):  # an index that leaves both whole does not touch them
             tried = torch.empty((*self.hidden.shape[:-1], classes), device="meta")
             if self._on_meta(tried, index).shape[-1:] != (classes,):
@@ -115,6 +126,14 @@ class DeferredLogits:
         return tried[tuple(places)]
 
     # Steps that change values
+
+    def __add__(self, bias: Any) -> DeferredLogits:
+        is_bias = isinstance(bias, torch.Tensor) and bias.numel() == self.classes == bias.shape[-1]
+        if not is_bias or self.bias is not None or (self.before, self.after) != (1.0, None):
+            raise self._refuse(f"added to {type(bias).__name__}")
+        return dataclasses.replace(self, bias=bias)
+
+    __radd__ = __add__
 
     def __mul__(self, factor: Any) -> DeferredLogits:
         if not isinstance(factor, int | float):
@@ -139,7 +158,8 @@ class DeferredLogits:
 
     def materialize(self) -> torch.Tensor:
         """The logits after all, whole."""
-        logits = self.make_logits(self.hidden) * self.before
+        logits = self.make_logits(self.hidden)
+        logits = (logits if self.bias is None else logits + self.bias) * self.before
         return (logits if self.after is None else self.after * logits.tanh()).to(self.dtype)
 
     @classmethod
@@ -148,12 +168,12 @@ class DeferredLogits:
     ) -> Any:
         known: dict[Any, Callable[..., Any]] = {
             torch.tanh: cls.tanh,
+            torch.add: cls.__add__,
             torch.mul: cls.__mul__,
             torch.div: cls.__truediv__,
             F.cross_entropy: cls._loss,
         }
-        first = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, cls)), None)
-        if first is None or function not in known:
+        if function not in known or not args or not isinstance(args[0], cls):
             raise cls._refusal(f"passed to {getattr(function, '__name__', function)}")
         return known[function](*args, **(kwargs or {}))
 
@@ -171,7 +191,7 @@ class DeferredLogits:
             raise self._refuse("given to a cross entropy with class weights, soft targets or old arguments")
         if self.hidden.dim() > 2:  # noqa: PLR2004  (there, torch takes the second dimension for the classes)
             raise self._refuse("given to a cross entropy with classes in the second dimension")
-        request = LossRequest(target, self.before, self.after, ignore_index, reduction, label_smoothing)
+        request = LossRequest(target, self.bias, self.before, self.after, ignore_index, reduction, label_smoothing)
         return self.make_loss(self.hidden, request)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Fused kernels of other libraries, where one is installed and right for the case.
 
 Liger's kernel makes the loss of a tile and the gradient of its logits in one pass. Only its forward is used: it hands
-over the gradients of the mean, and what is done with them in backward is ours, because Liger's own backward multiplies
+over the gradients of the sum, and what is done with them in backward is ours, because Liger's own backward multiplies
 its gradients in place, and a graph that is kept would be scaled twice.
 """
 
@@ -39,8 +39,8 @@ def _why_not(hidden: torch.Tensor, options: LossOptions) -> str | None:
         return f"it runs on CUDA devices, and the hidden states are on {hidden.device}"
     if options.logit_scale is not None or options.logit_softcap is not None:
         return "logits that are scaled or bent are left to torch"
-    if hidden.dtype is torch.double:
-        return "it knows no double precision"
+    if hidden.dtype not in (torch.bfloat16, torch.float32):
+        return f"it is used for bfloat16 and float32, not for {hidden.dtype}"
     if not hidden.requires_grad:
         return "it makes no bias gradient for hidden states that need none"
     if importlib.util.find_spec("liger_kernel") is None:
@@ -48,7 +48,7 @@ def _why_not(hidden: torch.Tensor, options: LossOptions) -> str | None:
     return None
 
 
-def liger_mean(
+def liger_sum(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -56,7 +56,7 @@ def liger_mean(
     options: LossOptions,
     needs: tuple[bool, ...],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The mean loss, and its gradients for hidden states, weight and bias."""
+    """The loss over all tokens, and its gradients for hidden states, weight and bias."""
     liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     leaves: list[Any] = [
         None if tensor is None else tensor.detach().requires_grad_(need)
@@ -69,7 +69,7 @@ def liger_mean(
         bias=leaves[2],
         ignore_index=options.ignore_index,
         label_smoothing=options.label_smoothing,
-        reduction="mean",
+        reduction="sum",
         accum_dtype=torch.float32,
     )
     gradients = list(results[-3:])

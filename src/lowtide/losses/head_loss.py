@@ -4,40 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowtide.errors import NoRegionError
 from lowtide.losses.function import linear_cross_entropy, tile_tokens
+from lowtide.tiling.callee import Callee
 from lowtide.tiling.function import tile_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import torch
 
     from lowtide.losses.deferred import LossRequest
     from lowtide.measure import TileLedger
 
 
 def head_loss(
-    head: nn.Module,
-    forward: Callable[..., Any],
-    hidden: torch.Tensor,
-    request: LossRequest,
-    ledger: TileLedger,
-    tokens: int | None,
+    callee: Callee, hidden: torch.Tensor, request: LossRequest, ledger: TileLedger, tokens: int | None
 ) -> torch.Tensor:
-    """What `cross_entropy` of the head's logits would give. `forward` is the head's own."""
+    """What `cross_entropy` of the head's logits would give. The function is the head's own forward."""
+    head: Any = callee.module
     size = tile_tokens(count_classes(head), "auto" if tokens is None else tokens)
     labels = request.labels.reshape(hidden.shape[:-1]).to(hidden.device)
-    if is_plain_linear(head, forward):
+    if _is_plain_linear(callee):
         ledger.calls += 1
         ledger.tiles += max(1, -(-labels.numel() // size))
         softcap, scale = request.after, request.before * (1.0 if request.after is None else request.after)
         return linear_cross_entropy(
             hidden,
-            head.weight,  # type: ignore[arg-type]
+            head.weight,
             labels,
-            bias=head.bias,  # type: ignore[arg-type]
+            bias=_sum(head.bias, request.bias, head.weight),
             ignore_index=request.ignore_index,
             reduction=request.reduction,  # type: ignore[arg-type]
             label_smoothing=request.label_smoothing,
@@ -47,7 +44,10 @@ def head_loss(
         )
 
     def per_token(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = forward(hidden).float() * request.before
+        logits = callee.function(hidden).float()
+        if request.bias is not None:
+            logits = logits + request.bias
+        logits = logits * request.before
         if request.after is not None:
             logits = request.after * logits.tanh()
         return F.cross_entropy(
@@ -58,20 +58,38 @@ def head_loss(
             label_smoothing=request.label_smoothing,
         )
 
-    losses: torch.Tensor = tile_call(per_token, hidden, (hidden, labels), {}, ledger, tokens=size)
+    losses: torch.Tensor = tile_call(Callee(per_token, head), hidden, (hidden, labels), {}, ledger, tokens=size)
     if request.reduction == "none":
         return losses
     total = losses.sum()
     return total / (labels != request.ignore_index).sum().clamp(min=1) if request.reduction == "mean" else total
 
 
+def _sum(bias: torch.Tensor | None, extra: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    if extra is None:
+        return bias
+    extra = extra.reshape(-1).to(like)
+    return extra if bias is None else bias + extra
+
+
 def count_classes(head: nn.Module) -> int:
-    """How many logits a head makes of a token."""
-    features = getattr(head, "out_features", None)
-    return features if isinstance(features, int) else len(head.get_parameter("weight"))
+    """How many logits a head makes of a token: its own word for it, or that of the one linear layer in it."""
+    found = {module.out_features for module in head.modules() if isinstance(getattr(module, "out_features", None), int)}
+    own = getattr(head, "out_features", None)
+    if isinstance(own, int):
+        return own
+    if len(found) == 1:
+        return int(found.pop())  # type: ignore[arg-type]
+    weight = head._parameters.get("weight")
+    if weight is None or weight.dim() != 2:  # noqa: PLR2004  ([classes, width])
+        raise NoRegionError(
+            f"tile(loss): the head is a {type(head).__name__}, which does not tell how many logits it makes: leave "
+            "tile(loss) out, and call lowtide.linear_cross_entropy where your loss is made"
+        )
+    return len(weight)
 
 
-def is_plain_linear(head: nn.Module, forward: Callable[..., Any]) -> bool:
+def _is_plain_linear(callee: Callee) -> bool:
     """Whether a head is `hidden @ weight.T + bias` and nothing else: no adapter, no quantization, no other forward."""
-    is_own = getattr(forward, "__func__", None) is nn.Linear.forward
-    return is_own and type(getattr(head, "weight", None)) is nn.Parameter
+    is_own = getattr(callee.function, "__func__", None) is nn.Linear.forward
+    return is_own and type(getattr(callee.module, "weight", None)) is nn.Parameter

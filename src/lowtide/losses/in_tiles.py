@@ -4,8 +4,9 @@ A mean or a sum knows its gradient up to one factor as soon as it is computed: s
 while a tile's logits are there, and backward only multiplies **both** by the upstream gradient. Losses per token need
 an upstream gradient per token: their logits are made again in backward, tile by tile.
 
-Gradients made in forward are those of the mean; a sum's come from them by a factor. In half precision the gradient of a
-sum over many tokens may overflow; that of the mean does not.
+Gradients made in forward are those of the sum, for a mean's factor of 1 / tokens would underflow in half precision,
+before a loss scale could help. Sums over tokens stay in single precision until the factor is known, for they would
+overflow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.losses.fused import liger_mean
+from lowtide.losses.fused import liger_sum
 from lowtide.losses.tile_step import LossOptions, TileLoss
 
 if TYPE_CHECKING:
@@ -46,10 +47,13 @@ class _Gradients:
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
+    def sums(self) -> list[torch.Tensor | None]:
+        """All three; those of weight and bias in single precision."""
+        return [self.hidden, self.weight, self.bias]
+
     def finished(self) -> list[torch.Tensor | None]:
         """All three, in the type of the tensors that they belong to."""
-        found = (self.hidden, self.weight, self.bias)
-        return [None if gradient is None else gradient.to(self._dtype) for gradient in found]
+        return [None if gradient is None else gradient.to(self._dtype) for gradient in self.sums()]
 
 
 def _tiles(count: int, tokens: int) -> Iterator[slice]:
@@ -81,29 +85,30 @@ class ReducedLoss(torch.autograd.Function):
         valid = (labels != options.ignore_index).sum().clamp(min=1)
         valid = valid.to(torch.promote_types(hidden.dtype, torch.float32))
         needs = ctx.needs_input_grad[:3]
-        ctx.is_mean = reduction == "mean"
+        ctx.is_mean, ctx.dtype = reduction == "mean", hidden.dtype
         if tokens is None:
-            mean, found = liger_mean(hidden, weight, bias, labels, options, needs)
+            total, found = liger_sum(hidden, weight, bias, labels, options, needs)
             ctx.save_for_backward(valid, *found)
-            return mean if ctx.is_mean else mean * valid
+            return total / valid if ctx.is_mean else total
         gradients = _Gradients(hidden, weight, bias, needs)
         total = torch.zeros_like(valid)
         for rows in _tiles(len(hidden), tokens):
             step = TileLoss(hidden[rows], weight, bias, labels[rows], options)
             total += step.losses.sum()
             if any(needs):
-                gradients.add(rows, hidden[rows], step.logit_gradient((1 / valid).expand(len(step.losses))))
+                gradients.add(rows, hidden[rows], step.logit_gradient(torch.ones_like(step.losses)))
             del step  # before the next tile's logits
-        ctx.save_for_backward(valid, *gradients.finished())
+        ctx.save_for_backward(valid, *(gradients.sums() if hidden.dtype is torch.float16 else gradients.finished()))
         return total / valid if ctx.is_mean else total
 
     @staticmethod
     def backward(ctx: Any, *upstreams: torch.Tensor) -> Any:
         upstream = _first_derivative_of(upstreams)
         valid, *gradients = ctx.saved_tensors
-        factor = upstream if ctx.is_mean else upstream * valid
+        factor = upstream / valid if ctx.is_mean else upstream
         multiply = torch.Tensor.mul if torch._C._autograd._get_current_graph_task_keep_graph() else torch.Tensor.mul_
-        return *[None if gradient is None else multiply(gradient, factor) for gradient in gradients], *[None] * 4
+        scaled = [None if gradient is None else multiply(gradient, factor) for gradient in gradients]
+        return *[None if gradient is None else gradient.to(ctx.dtype) for gradient in scaled], *[None] * 4
 
 
 class TokenLosses(torch.autograd.Function):

@@ -1,13 +1,15 @@
 """Finds the MLPs and mixtures of experts inside blocks, by their structure.
 
 An MLP is a module with one or two linear layers that widen (`width -> inner`, or both fused into one), one that narrows
-again (`inner -> width`), and nothing else that mixes features. Attention has a layer more, or other shapes. A mixture
-of experts is a module with experts for a child: a list of MLPs, or stacked weights of three dimensions. What is found
-is only a candidate: whether it really works token by token is tried out when it is first used.
+again (`inner -> width`), and nothing else that mixes features. Attention has a layer more, or other shapes, or takes
+masks and positions. A mixture of experts is a module with a router and experts: a list of MLPs, or stacked weights of
+three dimensions. What is found is only a candidate: whether it really works token by token is tried out when it is
+first used.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -29,47 +31,72 @@ def find_mlps(regions: Sequence[Region]) -> list[tuple[Region, str, nn.Module]]:
 
 
 def _within(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if _is_moe(module) or (_is_mlp(module) and not any(_is_mlp(child) for child in module.children())):
+    if _is_candidate(module):
         yield name, module
         return
     for child_name, child in module.named_children():
         yield from _within(f"{name}.{child_name}", child)
 
 
-def _is_moe(module: nn.Module) -> bool:
-    children = list(module.children())
-    has_router = any(not _are_experts(child) and any(True for _ in child.parameters()) for child in children)
-    return has_router and any(_are_experts(child) for child in children)
-
-
-def _are_experts(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList):
-        return len(module) > 1 and all(_is_mlp(child) for child in module)
-    if isinstance(module, nn.modules.conv._ConvNd):
+def _is_candidate(module: nn.Module) -> bool:
+    if any(_looks_at_other_tokens(inner) for inner in module.modules()):
         return False
-    return any(w is not None and w.dim() == 3 and w.shape[0] > 1 for w in module._parameters.values())  # noqa: PLR2004
+    return _is_moe(module) or (_is_mlp(module) and not any(_is_mlp(child) for child in module.children()))
+
+
+_OTHER_TOKENS = ("mask", "position", "past_", "cache", "attn", "attention")
+
+
+def _looks_at_other_tokens(module: nn.Module) -> bool:
+    """Whether the arguments of its forward speak of other tokens: masks, positions, caches."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or "forward" not in dir(type(module)):
+        return False
+    names = inspect.signature(type(module).forward).parameters
+    return any(word in name for name in names for word in _OTHER_TOKENS)
+
+
+def _is_moe(module: nn.Module) -> bool:
+    for experts in module.children():
+        count = _count_experts(experts)
+        others = [child for child in module.children() if child is not experts]
+        if count and any(_routes_to(count, other) for other in others):
+            return True
+    return False
+
+
+def _count_experts(module: nn.Module) -> int:
+    """How many experts a module holds; none if it is something else."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) if len(module) > 1 and all(_is_mlp(child) for child in module) else 0
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return 0
+    stacked = [w.shape[0] for w in module._parameters.values() if w is not None and w.dim() == 3]  # noqa: PLR2004
+    return max(stacked, default=0) if max(stacked, default=0) > 1 else 0
+
+
+def _routes_to(experts: int, module: nn.Module) -> bool:
+    """Whether something in a module makes one number per expert."""
+    for inner in module.modules():
+        linear = _as_linear(inner)
+        weights = [w for w in inner._parameters.values() if w is not None and w.dim() == 2]  # noqa: PLR2004
+        if (linear is not None and linear.outputs == experts) or any(w.shape[0] == experts for w in weights):
+            return True
+    return False
 
 
 def _is_mlp(module: nn.Module) -> bool:
     linears = _linears(module)
     if linears is None or len(linears) not in (2, 3):
         return False
-    return any(
-        _widens_and_narrows([other for other in linears if other is not down], down)
-        for down in linears
-        if down.inputs >= down.outputs
-    )
-
-
-def _widens_and_narrows(ups: list[_Linear], down: _Linear) -> bool:
-    if any(up.inputs != down.outputs for up in ups):
+    *ups, down = linears
+    if any(up.inputs != down.outputs for up in ups) or down.inputs < down.outputs:
         return False
-    fused = len(ups) == 1 and ups[0].outputs == 2 * down.inputs
-    return fused or all(up.outputs == down.inputs for up in ups)
+    is_fused = len(ups) == 1 and ups[0].outputs == 2 * down.inputs
+    return is_fused or (down.inputs > down.outputs and all(up.outputs == down.inputs for up in ups))
 
 
 def _linears(module: nn.Module) -> list[_Linear] | None:
-    """The linear layers in a module; None if something else in it mixes features, such as a convolution."""
+    """The linear layers in a module, in order; None if something else in it mixes features, such as a convolution."""
     linear = _as_linear(module)
     if linear is not None:
         return [linear]

@@ -8,7 +8,7 @@ import torch
 
 from lowtide.errors import InvalidValueError
 from lowtide.measure import TileLedger
-from lowtide.tiling.sharded import inner_units, module_of
+from lowtide.tiling.callee import Callee
 from lowtide.tiling.size import tile_count
 from lowtide.tiling.tiler import run_tiles
 from lowtide.tiling.tokens import TokenGrid
@@ -46,12 +46,12 @@ def tile(
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         raise InvalidValueError(f"tile needs a tensor whose last dimension holds features, got {type(x).__name__}")
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return tile_call(function, x, (x, *args), kwargs, TileLedger(name), tokens=tokens, accumulate=accumulate)  # type: ignore[no-any-return]
+    return tile_call(Callee(function), x, (x, *args), kwargs, TileLedger(name), tokens=tokens, accumulate=accumulate)  # type: ignore[no-any-return]
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def tile_call(
-    function: Callable[..., Any],
+    callee: Callee,
     x: torch.Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -65,9 +65,9 @@ def tile_call(
 
     With FSDP2 units inside it goes through the tiler even as one tile: all ranks must run the same collectives.
     """
-    tiles = tile_count(x, module_of(function), tokens, shards)
-    if x.dim() == 1 or (tiles == 1 and not inner_units(function)):
+    tiles = tile_count(x, callee.module, tokens, shards)
+    if x.dim() == 1 or (tiles == 1 and not callee.units()):
         ledger.calls += 1
         ledger.tiles += 1
-        return function(*args, **kwargs)
-    return run_tiles(function, args, kwargs, TokenGrid(x.shape[:-1], tiles), ledger, accumulate)
+        return callee.function(*args, **kwargs)
+    return run_tiles(callee, args, kwargs, TokenGrid(x.shape[:-1], tiles), ledger, accumulate)

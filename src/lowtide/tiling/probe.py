@@ -4,11 +4,13 @@ A convolution, a norm over the sequence, a router with limited capacity or a pos
 wrong results in tiles, without an error. So before a module is first tiled, a few of its tokens are run in different
 company, and must come out the same:
 
-- all others replaced by copies of the first, or of the last (experts overflow, neighbours and means change),
-- one place further to the front, and in reverse order.
+- all others replaced by copies of the first, or of the last (neighbours and means change),
+- in the shape of the call, one place further to the front, and in reverse order,
+- in a crowd of copies of itself (experts overflow).
 
-The trial runs on a twin of the module that shares its parameters and nothing else: no hook fires, no buffer changes, no
-random number is drawn.
+A module that changes its input in place, or leaves a tensor in an attribute (which would be that of the last tile), is
+refused as well. The trial runs on a twin of the module that shares its parameters and nothing else: no hook fires, no
+buffer changes, no random number is drawn, and no dispatch mode looks on.
 """
 
 from __future__ import annotations
@@ -17,96 +19,143 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import NotTokenWiseError
 from lowtide.slots import take_tensors
-from lowtide.tiling.sharded import gathered, inner_units, module_of
+from lowtide.tiling.callee import Callee
+from lowtide.tiling.sharded import gathered
 from lowtide.tiling.surroundings import RandomState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lowtide.slots import Frame
 
-TOKENS = 32
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-_LOW_PRECISION = 3e-2
+LENGTH, ROWS = 16, 2
+"""The sample: so many tokens of the last token dimension, and so many of the others."""
+CROWD = 1024
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3}
+_LOW_PRECISION = 1.5e-2
 
 
 @torch.no_grad()
 def check_token_wise(
-    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
+    name: str, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
 ) -> None:
     """Raise `NotTokenWiseError` if tokens of these arguments come out differently in other company."""
     tensors, frame = take_tensors((args, kwargs))
-    sample = [_first_tokens(tensor, lead) if tensor.shape[: len(lead)] == lead else tensor for tensor in tensors]
-    is_sampled = [tensor.shape[: len(lead)] == lead for tensor in tensors]
-    if min(lead.numel(), TOKENS) < 2:  # noqa: PLR2004  (a token without company)
-        return
-    with gathered(inner_units(function)):
-        trial = _Trial(_bare(function), frame, sample, is_sampled, batched=len(lead) > 1)
-        suspect = trial.find_dependence()
+    with _disable_current_modes(), gathered(callee):
+        if lead.numel() < 2:  # noqa: PLR2004  (a token without company; yet all ranks gather)
+            return
+        sample = _Sample(tensors, frame, lead)
+        suspect = _Trial(_twin_of(callee), sample).find_fault()
     if suspect is not None:
-        kind = type(module_of(function)).__name__
+        kind = type(callee.module or callee.function).__name__
         raise NotTokenWiseError(
             f"{name} ({kind}) cannot be tiled: {suspect}. Leave it out with a rule: 'tile(mlp); {name}: none'"
         )
 
 
-class _Trial:
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        frame: Frame,
-        sample: list[torch.Tensor],
-        is_sampled: list[bool],
-        *,
-        batched: bool,
-    ) -> None:
-        self._function = function
+class _Sample:
+    """A few tokens of a call, in its shape or flat, in any order."""
+
+    def __init__(self, tensors: list[torch.Tensor], frame: Frame, lead: torch.Size) -> None:
         self._frame = frame
-        self._sample = sample
-        self._is_sampled = is_sampled
-        self._dim = 1 if batched else 0
-        self._random = RandomState(*sample)
-        self._count = next(t.shape[self._dim] for t, cut in zip(sample, is_sampled, strict=True) if cut)
-
-    def find_dependence(self) -> str | None:
-        """What a token depends on besides itself, in words."""
-        every = list(range(self._count))
-        plain = self._run(every)
-        for place in (0, self._count - 1):
-            if self._differ(plain, self._run([place] * self._count), place, place):
-                return "its output for a token depends on the other tokens"
-        _set_training(self._function, mode=False)  # dropout would draw other numbers for another shape
-        plain, shifted, reverse = self._run(every), self._run(every[1:]), self._run(every[::-1])
-        if self._differ(plain, shifted, 1, 0) or self._differ(plain, reverse, self._count - 1, 0):
-            return "its output for a token depends on the token's position"
-        return None
-
-    def _run(self, order: list[int]) -> list[torch.Tensor]:
-        """The outputs' tensors for the sample's tokens in this order."""
-        places = torch.tensor(order, device=self._sample[0].device)
-        tensors = [
-            tensor.index_select(self._dim, places) if cut else tensor
-            for tensor, cut in zip(self._sample, self._is_sampled, strict=True)
+        self._is_cut = [tensor.shape[: len(lead)] == lead for tensor in tensors]
+        corner = (*(slice(0, ROWS) for _ in lead[:-1]), slice(0, LENGTH))
+        self._tensors = [
+            t.detach()[corner] if cut else t.detach() for t, cut in zip(tensors, self._is_cut, strict=True)
         ]
-        args, kwargs = self._frame.fill(tuple(tensors))
-        with self._random.restored():
-            return take_tensors(self._function(*args, **kwargs))[0]
+        self.lead = next(t for t, cut in zip(self._tensors, self._is_cut, strict=True) if cut).shape[: len(lead)]
+        self.count = self.lead.numel()
+        self.random = RandomState(*tensors)
 
-    def _differ(self, ours: list[torch.Tensor], others: list[torch.Tensor], place: int, other_place: int) -> bool:
+    def in_shape(self) -> tuple[Any, list[torch.Tensor]]:
+        """The arguments in the shape of the call, and the tensors in them."""
+        tensors = [tensor.clone() for tensor in self._tensors]
+        return self._frame.fill(tuple(tensors)), tensors
+
+    def flat(self, order: list[int]) -> tuple[Any, list[torch.Tensor]]:
+        """The arguments as a tile has them, with the tokens in this order."""
+        tensors = []
+        for tensor, cut in zip(self._tensors, self._is_cut, strict=True):
+            if cut:
+                rows = tensor.reshape(self.count, *tensor.shape[len(self.lead) :])
+                tensor = rows[torch.tensor(order, device=tensor.device)]  # noqa: PLW2901
+                tensor = tensor.unsqueeze(0) if len(self.lead) > 1 else tensor  # noqa: PLW2901
+            tensors.append(tensor.clone())
+        return self._frame.fill(tuple(tensors)), tensors
+
+
+class _Trial:
+    def __init__(self, callee: Callee, sample: _Sample) -> None:
+        self._callee = callee
+        self._sample = sample
+        self._changes_its_input = False
+
+    def find_fault(self) -> str | None:
+        """Why the module cannot be tiled, in words."""
+        attributes = _tensor_attributes(self._callee.module)
+        try:
+            fault = self._find_dependence()
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return f"a few of its tokens alone do not run through it ({type(error).__name__}: {error})"
+        if self._changes_its_input:
+            return "it changes its input in place"
+        left = [
+            name for name, value in _tensor_attributes(self._callee.module).items() if value != attributes.get(name)
+        ]
+        if fault is None and left:
+            return f"it leaves a tensor in its attribute {left[0]!r}, which would be that of the last tile"
+        return fault
+
+    def _find_dependence(self) -> str | None:
+        count = self._sample.count
+        every = list(range(count))
+        plain = self._rows(every)
+        for place in (0, count - 1):
+            if self._differ(plain[place], self._rows([place] * count)[place]):
+                return "its output for a token depends on the other tokens"
+        if self._callee.module is not None:
+            self._callee.module.train(mode=False)  # dropout would draw other numbers for another shape
+        plain, shaped = self._rows(every), self._rows(None)
+        shifted, reverse = self._rows(every[1:]), self._rows(every[::-1])
+        crowd = self._rows([0] * CROWD)
+        if self._differ(plain[1], shifted[0]) or self._differ(plain[-1], reverse[0]):
+            return "its output for a token depends on the token's position"
+        if any(self._differ(plain[place], shaped[place]) for place in every):
+            return "its output for a token depends on the other tokens"
+        return "its output for a token depends on how many there are" if self._differ(plain[0], crowd[-1]) else None
+
+    def _rows(self, order: list[int] | None) -> list[list[torch.Tensor]]:
+        """For each token, its part of every output: in this order as a tile, or in the shape of the call."""
+        (args, kwargs), given = self._sample.in_shape() if order is None else self._sample.flat(order)
+        versions = [tensor._version for tensor in given]
+        with self._sample.random.restored():
+            outputs, _ = take_tensors(self._callee.function(*args, **kwargs))
+        self._changes_its_input |= versions != [tensor._version for tensor in given]
+        count = self._sample.count if order is None else len(order)
+        lead = (
+            self._sample.lead if order is None else torch.Size((1, count) if len(self._sample.lead) > 1 else (count,))
+        )
+        columns = [_by_token(output, lead, count) for output in outputs]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    @staticmethod
+    def _differ(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
         if len(ours) != len(others):
             return True
-        return any(
-            _are_far_apart(self._row(one, place), self._row(two, other_place))
-            for one, two in zip(ours, others, strict=True)
-        )
+        return any(_are_far_apart(one, two) for one, two in zip(ours, others, strict=True))
 
-    def _row(self, output: torch.Tensor, place: int) -> torch.Tensor:
-        """A token's part of an output: `[1, tokens, ...]`, or flat `[tokens, ...]`."""
-        has_batch = self._dim == 1 and output.dim() > 1 and output.shape[0] == 1
-        return output[0, place] if has_batch else output[place]
+
+def _by_token(output: torch.Tensor, lead: torch.Size, count: int) -> list[torch.Tensor]:
+    """The rows of an output: in the token dimensions of the call, or flattened by the module itself."""
+    if output.shape[: len(lead)] == lead:
+        output = output.reshape(count, *output.shape[len(lead) :])
+    if output.shape[:1] != (count,):
+        raise ValueError(f"an output of shape {tuple(output.shape)} has no row for each of {count} tokens")
+    return list(output)
 
 
 def _are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -115,40 +164,45 @@ def _are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
     if not (torch.isfinite(one).all() and torch.isfinite(two).all()):
         return False  # nothing can be said
     tolerance = _TOLERANCE.get(one.dtype, _LOW_PRECISION)
+    if one.dtype is torch.float32 and one.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        tolerance = _TOLERANCE[torch.float16]
     scale = torch.maximum(one.double().norm(), two.double().norm())
     return bool((one.double() - two.double()).norm() > tolerance * scale)
 
 
-def _first_tokens(tensor: torch.Tensor, lead: torch.Size) -> torch.Tensor:
-    flat = tensor.detach().reshape(lead.numel(), *tensor.shape[len(lead) :])[:TOKENS]
-    return flat.unsqueeze(0) if len(lead) > 1 else flat
-
-
-def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+def _twin_of(callee: Callee) -> Callee:
     """The function on a twin of its module, without hooks."""
-    module = module_of(function)
-    if module is None:
-        return function
-    twin = _twin(module, {})
-    underlying = getattr(function, "__func__", None)
-    return twin if function is module or underlying is None else underlying.__get__(twin)
+    if callee.module is None:
+        return callee
+    twin: Any = _twin(callee.module, {})
+    if callee.function is callee.module:
+        return Callee(twin)
+    own = getattr(callee.function, "__func__", type(callee.module).forward)  # beneath whatever wraps it
+    return Callee(own.__get__(twin), twin)
 
 
 def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     """Another module with the same parameters, copied buffers, no hooks, and twins for children."""
     if module not in made:
-        twin = made[module] = module.__class__.__new__(module.__class__)
-        twin.__dict__ = {
+        twin = made[module] = object.__new__(module.__class__)  # FSDP2's own `__new__` builds another class
+        attributes = {
             name: type(value)() if name.endswith("_hooks") and isinstance(value, dict) else value
             for name, value in module.__dict__.items()
+            if name not in ("forward", "_compiled_call_impl")
         }
+        object.__setattr__(twin, "__dict__", attributes)
         twin._parameters = dict(module._parameters)
         twin._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
         twin._modules = {name: None if child is None else _twin(child, made) for name, child in module._modules.items()}
     return made[module]
 
 
-def _set_training(function: Callable[..., Any], *, mode: bool) -> None:
-    module = module_of(function)
-    if module is not None:
-        module.train(mode)
+def _tensor_attributes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
+    """Which tensors a module and its parts hold in plain attributes, by identity and version."""
+    inner = [] if module is None else list(module.named_modules())
+    return {
+        f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), t._version))
+        for path, part in inner
+        for name, value in part.__dict__.items()
+        if name not in ("_parameters", "_buffers", "_modules") and (tensors := take_tensors(value)[0])
+    }

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from lowtide.errors import InvalidValueError
-from lowtide.tiling.sharded import inner_units, module_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+    from lowtide.tiling.callee import Callee, Weight
 
 Accumulate = Literal["auto", "float32", "parameter"]
 
@@ -32,7 +33,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
         ctx.dtype = weight.dtype
-        return torch.empty((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+        return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
@@ -54,52 +55,46 @@ class _Alias(torch.autograd.Function):
 class Sums:
     """The stand-ins of one call's weights."""
 
-    def __init__(self, function: Callable[..., Any], accumulate: Accumulate) -> None:
-        self._module = module_of(function)
-        weights = _weights(function, accumulate)
+    def __init__(self, callee: Callee, accumulate: Accumulate) -> None:
+        self._places = _places(callee, accumulate)
+        weights = dict.fromkeys(place.tensor for place in self._places)
         self._stand_ins = {weight: _StandIn.apply(weight) for weight in weights}  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """The module sees aliases of its weights inside."""
-        if not self._stand_ins:
-            yield
-            return
         aliases = {weight: _Alias.apply(stand_in, weight) for weight, stand_in in self._stand_ins.items()}  # type: ignore[no-untyped-call]
-        places = [
-            (inner._parameters, name, weight)
-            for inner in self._module.modules()  # type: ignore[union-attr]  # stand-ins come from it
-            for name, weight in inner._parameters.items()
-            if weight in aliases
-        ]
-        try:
-            for parameters, name, weight in places:
-                parameters[name] = aliases[weight]
+        with swapped_in(self._places, [aliases[place.tensor] for place in self._places]):
             yield
-        finally:
-            for parameters, name, weight in places:
-                parameters[name] = weight
 
 
-def _weights(function: Callable[..., Any], accumulate: Accumulate) -> list[nn.Parameter]:
+@contextlib.contextmanager
+def swapped_in(places: list[Weight], tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Other tensors in the places of weights."""
+    before = [place.held_by[place.name] for place in places]
+    try:
+        for place, tensor in zip(places, tensors, strict=True):
+            place.held_by[place.name] = tensor
+        yield
+    finally:
+        for place, tensor in zip(places, before, strict=True):
+            place.held_by[place.name] = tensor
+
+
+def _places(callee: Callee, accumulate: Accumulate) -> list[Weight]:
+    """Where the weights stand whose gradients are to be summed in float32."""
     if accumulate not in ("auto", "float32", "parameter"):
         raise InvalidValueError(f"accumulate must be 'auto', 'float32' or 'parameter', got {accumulate!r}")
-    module = module_of(function)
-    if module is None:
-        if accumulate == "float32":
-            raise InvalidValueError(
-                "accumulate='float32' needs a module, whose weights are known; a function's are not"
-            )
-        return []
+    if callee.module is None and accumulate == "float32":
+        raise InvalidValueError("accumulate='float32' needs a module, whose weights are known; a function's are not")
     if accumulate == "parameter":
         return []
-    elsewhere = {weight for unit in inner_units(function) for weight in unit.parameters()}
-    weights = [weight for weight in module.parameters() if weight not in elsewhere and _can_be_summed(weight)]
-    is_too_much = 4 * sum(weight.numel() for weight in weights) > FLOAT32_BYTES
-    return [] if accumulate == "auto" and is_too_much else weights
+    places = [place for place in callee.weights() if _can_be_summed(place.tensor)]
+    is_too_much = 4 * sum(weight.numel() for weight in {place.tensor for place in places}) > FLOAT32_BYTES
+    return [] if accumulate == "auto" and is_too_much else places
 
 
-def _can_be_summed(weight: nn.Parameter) -> bool:
-    """A trainable low-precision weight that is a plain tensor; ZeRO-3 hands its own out piece by piece."""
+def _can_be_summed(weight: torch.Tensor) -> bool:
+    """A trainable low-precision weight that is a plain tensor."""
     is_low = weight.dtype in (torch.bfloat16, torch.float16)
-    return weight.requires_grad and is_low and type(weight) is nn.Parameter and not hasattr(weight, "ds_id")
+    return weight.requires_grad and is_low and type(weight) is nn.Parameter

@@ -20,49 +20,49 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.slots import take_tensors
-from lowtide.tiling.sharded import UnshardedInBackward, inner_units, module_of, unsharded_in_forward
-from lowtide.tiling.sums import Sums
+from lowtide.tiling.callee import check_unchanged
+from lowtide.tiling.sharded import UnshardedInBackward, unsharded_in_forward
+from lowtide.tiling.sums import Sums, swapped_in
 from lowtide.tiling.surroundings import Autocast, RandomState
 from lowtide.tiling.whole import Land, Landing, Outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from lowtide.measure import TileLedger
     from lowtide.slots import Frame
+    from lowtide.tiling.callee import Callee
     from lowtide.tiling.sums import Accumulate
     from lowtide.tiling.tokens import TokenGrid
 
 
 def run_tiles(
-    function: Callable[..., Any],
+    callee: Callee,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     grid: TokenGrid,
     ledger: TileLedger,
     accumulate: Accumulate = "auto",
 ) -> Any:
-    """`function(*args, **kwargs)`, with every tensor that has a row per token cut into tiles."""
+    """The function of `args` and `kwargs`, with every tensor that has a row per token cut into tiles."""
     tensors, frame = take_tensors((args, kwargs))
     del args, kwargs
-    units = inner_units(function)
+    units = callee.units()
     outputs = Outputs(grid)
     with unsharded_in_forward(units):
         if not torch.is_grad_enabled():
             _count(ledger, grid)
             for index, tile in enumerate(_cut(tensors, grid)):
                 args, kwargs = frame.fill(tile)
-                outputs.add(index, function(*args, **kwargs))
+                outputs.add(index, callee.function(*args, **kwargs))
             return outputs.finished()
         tiles, inputs = _save(tensors, grid, units)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
-        autocast = Autocast(tensors[0].device)
-        call = _Call(function, frame, inputs, autocast, ledger, runs_to_the_end=_has_partitioned_weights(function))
-        _run(call, tiles, Sums(function, accumulate), outputs)
+        call = _Call(callee, frame, inputs, Autocast(tensors[0].device), ledger)
+        _run(call, tiles, Sums(callee, accumulate), outputs)
         return outputs.finished()
 
 
@@ -77,7 +77,7 @@ def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: Sums, outputs
         tile = _Tile(call, index)
         args, kwargs = call.frame.fill(tensors)
         with sums.used(), call.autocast.restored(), torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack):
-            outputs.add(index, call.function(*args, **kwargs))
+            outputs.add(index, call.callee.function(*args, **kwargs))
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
@@ -184,22 +184,34 @@ class _Call:
     """One call of a tiled function."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        frame: Frame,
-        inputs: _SavedInputs,
-        autocast: Autocast,
-        ledger: TileLedger,
-        *,
-        runs_to_the_end: bool,
+        self, callee: Callee, frame: Frame, inputs: _SavedInputs, autocast: Autocast, ledger: TileLedger
     ) -> None:
-        self.function = function
+        self.callee = callee
         self.frame = frame
         self.inputs = inputs
         self.autocast = autocast
         self.ledger = ledger
-        self.runs_to_the_end = runs_to_the_end
+        self.runs_to_the_end = (
+            callee.has_partitioned_weights()
+        )  # ZeRO-3 releases them in hooks after the last operation
+        self._weights = callee.weights()
         self._current: weakref.ref[_Tile] | None = None
+
+    @contextlib.contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """The weights that forward used, unchanged, wherever they are now; and buffers that nobody counts up twice."""
+        check_unchanged(self._weights, self.ledger.name)
+        buffers = (
+            [] if self.callee.module is None else [(b, b._version, b.clone()) for b in self.callee.module.buffers()]
+        )
+        try:
+            with swapped_in(self._weights, [weight.tensor for weight in self._weights]):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, version, content in buffers:
+                    if buffer._version != version:
+                        buffer.copy_(content)
 
     def enter(self, tile: _Tile) -> None:
         """A tile is run again: what the one before it did not need after all goes."""
@@ -227,13 +239,13 @@ class _Tile:
         self.random: RandomState | None = None
         self._call = call
         self._index = index
-        self._versions: list[int | None] = []
+        self._saved = 0
         self._recomputed: list[tuple[torch.Tensor, int] | None] = []
 
-    def pack(self, tensor: torch.Tensor) -> _Dropped:
+    def pack(self, _tensor: torch.Tensor) -> _Dropped:
         """Autograd's pack hook: the tensor goes, its number stays."""
-        self._versions.append(_version_of_weight(tensor))
-        return _Dropped(self, len(self._versions) - 1)
+        self._saved += 1
+        return _Dropped(self, self._saved - 1)
 
     def get(self, number: int) -> torch.Tensor:
         """A tensor again. Each is handed out once; asked for another time, the tile is run another time."""
@@ -260,27 +272,23 @@ class _Tile:
         self._recomputed = []
         with (
             contextlib.suppress(_Enough),
+            call.as_in_forward(),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(self._record, _as_it_is),
         ):
-            call.function(*args, **kwargs)
-        if len(self._recomputed) != len(self._versions):
+            call.callee.function(*args, **kwargs)
+        if len(self._recomputed) != self._saved:
             raise LowtideError(
-                f"{call.ledger.name}: tile {self._index} saved {len(self._versions)} tensors in forward and "
+                f"{call.ledger.name}: tile {self._index} saved {self._saved} tensors in forward and "
                 f"{len(self._recomputed)} when it was run again: what it computes depends on something that changed"
             )
 
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
-        number = len(self._recomputed)
-        if number < len(self._versions) and self._versions[number] not in (None, _version_of_weight(tensor)):
-            raise InPlaceError(
-                f"{self._call.ledger.name}: a weight that backward needs was modified by an inplace operation between "
-                f"forward and backward (version {self._versions[number]}, now {tensor._version})"
-            )
-        self._recomputed.append((tensor.detach(), tensor._version))
-        if len(self._recomputed) == len(self._versions) and not self._call.runs_to_the_end:
+        tensor = tensor.detach()  # a node that saved its own output with its graph would hold itself for ever
+        self._recomputed.append((tensor, tensor._version))
+        if len(self._recomputed) == self._saved and not self._call.runs_to_the_end:
             raise _Enough
         return tensor
 
@@ -291,14 +299,3 @@ def _unpack(dropped: _Dropped) -> torch.Tensor:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _version_of_weight(tensor: torch.Tensor) -> int | None:
-    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-    return tensor._version if is_weight else None
-
-
-def _has_partitioned_weights(function: Callable[..., Any]) -> bool:
-    """DeepSpeed ZeRO-3 releases weights in hooks after each forward, so a recompute must get that far."""
-    module = module_of(function)
-    return module is not None and any(hasattr(weight, "ds_id") for weight in module.parameters())

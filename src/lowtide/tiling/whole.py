@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty(()).expand(tensor.shape)
+    return tensor.new_zeros(()).expand(tensor.shape)  # not empty: anomaly detection looks for NaN
 
 
 class _Put(torch.autograd.Function):

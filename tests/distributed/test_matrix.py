@@ -1,0 +1,119 @@
+"""Engines x policies x adaptations x models, on two real ranks with sequences of different lengths.
+
+Gradients equal those of the plain model in one process on the joined batch. `make test` runs a covering subset, in
+which every pair of values occurs; `make test-all` runs everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+from adapted_models import ADAPTATIONS, MODELS, batch, make, reference
+from joined import assert_joined, to_numpy
+from launcher import run_ranks, with_backend
+from pairs import covering
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+from lowtide import simdevice
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ENGINES = {
+    "ddp": {},
+    "ddp, find_unused_parameters": {"find_unused_parameters": True},
+    "ddp, static_graph": {"static_graph": True},
+    "ddp, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "fsdp2, layers": {},
+    "fsdp2, root": {},
+}
+POLICIES = [
+    "recompute",
+    "recompute+tile(mlp, tokens=7)",
+    "recompute+tile(loss, loss_tokens=7)",
+    "recompute+tile(tokens=7, loss_tokens=7)",
+    "tile(tokens=7, loss_tokens=7)",
+]
+STEPS = 2
+TOLERANCE = 2e-6  # transformers makes losses and routes in single precision
+
+
+def wrapped(engine: str, model):
+    if engine.startswith("ddp"):
+        return DistributedDataParallel(model, **ENGINES[engine])
+    mesh = init_device_mesh("cpu", (2,))
+    if engine == "fsdp2, layers":
+        for region in lowtide.regions.find_regions(model):
+            fully_shard(region.module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(rank: int, engine: str, policy: str, adaptation: str, name: str, device: str = "cpu") -> dict:
+    model = make(name, adaptation).to(device)
+    applied = lowtide.apply(model, policy)
+    parallel = wrapped(engine, model)
+    for step in range(STEPS):  # accumulated; under DDP, only the last one talks
+        quiet = step + 1 < STEPS and engine.startswith("ddp") and "static" not in engine
+        inputs = {key: value.to(device) for key, value in batch(name, rank, step).items()}
+        with parallel.no_sync() if quiet else contextlib.nullcontext():
+            parallel(**inputs, use_cache=False).loss.backward()
+    report = applied.report()
+    trained = [region for region in report.regions if region.forwards]
+    if "recompute" in policy:
+        assert all(region.recomputes == region.forwards for region in trained)
+    if "tile" in policy:
+        assert any(tiled.tiles > tiled.calls for tiled in report.tiles)
+    if "offload" in policy:
+        assert sum(region.packed_bytes for region in trained) > 0
+    return to_numpy(model)
+
+
+def check(per_rank: list[dict], adaptation: str, name: str) -> None:
+    expected = reference(name, adaptation, STEPS)
+    assert_joined(per_rank, expected, tolerance=TOLERANCE)
+    assert per_rank[0].keys() == {n for n, p in expected.named_parameters() if p.grad is not None}
+
+
+EVERYTHING = list(itertools.product(ENGINES, POLICIES, ADAPTATIONS, MODELS))
+
+
+@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), covering(EVERYTHING))
+def test_gradients_are_those_of_the_joined_batch(engine, policy, adaptation, name):
+    check(run_ranks(train, engine, policy, adaptation, name), adaptation, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "policy", "adaptation", "name"), [case for case in EVERYTHING if case not in covering(EVERYTHING)]
+)
+def test_the_rest(engine, policy, adaptation, name):
+    check(run_ranks(train, engine, policy, adaptation, name), adaptation, name)
+
+
+def enable_sim() -> str:
+    simdevice.enable(on_violation="raise")
+    return "cpu:gloo,sim:sim_gloo"
+
+
+@with_backend(enable_sim)
+def train_on_sim(rank: int, *case: str) -> dict:
+    return train(rank, *case, device="sim")
+
+
+OFFLOADED = list(
+    itertools.product(
+        ["ddp", "ddp, find_unused_parameters"],
+        ["recompute+offload", "recompute+offload+tile(tokens=7, loss_tokens=7)"],
+        ADAPTATIONS,
+        ["llama", "qwen3_vl", "t5"],
+    )
+)
+
+
+@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), covering(OFFLOADED))
+def test_with_offload_on_the_emulated_device(engine, policy, adaptation, name):
+    check(run_ranks(train_on_sim, engine, policy, adaptation, name), adaptation, name)
