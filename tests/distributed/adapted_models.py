@@ -47,10 +47,11 @@ def qwen3_vl():
 MODELS = {"llama": llama, "mixtral": mixtral, "t5": t5, "qwen3_vl": qwen3_vl}
 
 
-def make(name: str, adaptation: str = "full") -> torch.nn.Module:
+def make(name: str, adaptation: str = "full", device: str = "cpu") -> torch.nn.Module:
     """The same weights in every process."""
     torch.manual_seed(0)
-    model = MODELS[name]().double().train()
+    model = MODELS[name]().double().train().to(device)
+    model.tie_weights()  # a move to a device that torch does not know makes two parameters of one
     if adaptation == "full":
         return model
     targets = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "." in n and "router" not in n]

@@ -53,7 +53,7 @@ def wrapped(engine: str, model):
 
 
 def train(rank: int, engine: str, policy: str, adaptation: str, name: str, device: str = "cpu") -> dict:
-    model = make(name, adaptation).to(device)
+    model = make(name, adaptation, device)
     applied = lowtide.apply(model, policy)
     parallel = wrapped(engine, model)
     for step in range(STEPS):  # accumulated; under DDP, only the last one talks
@@ -79,16 +79,17 @@ def check(per_rank: list[dict], adaptation: str, name: str) -> None:
 
 
 EVERYTHING = list(itertools.product(ENGINES, POLICIES, ADAPTATIONS, MODELS))
+COVERING = covering(EVERYTHING)
 
 
-@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), covering(EVERYTHING))
+@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), COVERING)
 def test_gradients_are_those_of_the_joined_batch(engine, policy, adaptation, name):
     check(run_ranks(train, engine, policy, adaptation, name), adaptation, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "policy", "adaptation", "name"), [case for case in EVERYTHING if case not in covering(EVERYTHING)]
+    ("engine", "policy", "adaptation", "name"), [case for case in EVERYTHING if case not in COVERING]
 )
 def test_the_rest(engine, policy, adaptation, name):
     check(run_ranks(train, engine, policy, adaptation, name), adaptation, name)

@@ -84,10 +84,11 @@ def applied_and_sharded(rank: int, lengths: tuple[int, int], fails: bool) -> dic
     return to_numpy(net)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("lengths", [(20, 22), (4, 22)], ids=str)
-def test_applied_with_units_inside(lengths):
-    """Also where one rank's sequence is too short to be cut: the trial gathers weights on both."""
-    per_rank = run_ranks(applied_and_sharded, lengths, False, timeout=60)
+def test_applied_with_units_inside(lengths, fails):
+    """Also where one rank's sequence is too short to be cut: the trial gathers weights on both. And after a failure."""
+    per_rank = run_ranks(applied_and_sharded, lengths, fails, timeout=60)
     net = model()
     sum(net(batch(rank)[:, : lengths[rank]]) / 2 for rank in range(2)).backward()
     assert_joined(per_rank, net, tolerance=1e-12)
