@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import peft
 import pytest
-import tiny_models
 import torch
 import torch.utils.checkpoint
 import transformers
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,7 +147,10 @@ class Tiled(nn.Module):
 
 def tiled_gradients(rank: int, engine: str) -> dict:
     net = Tiled(engine)
-    DistributedDataParallel(net)(rows(rank)).square().mean().backward()
+    ddp = DistributedDataParallel(net)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(rows(rank)).square().mean().backward()
     return to_numpy(net)
 
 
@@ -269,6 +272,7 @@ class TestOneProcess:
             torch.manual_seed(0)
             model, batch = tiny_models.qwen3_vl()
             if prepare:
+                model.is_loaded_in_8bit = True  # as bitsandbytes would mark it
                 model = peft.prepare_model_for_kbit_training(model)
             config = peft.LoraConfig(r=4, target_modules=["qkv", "q_proj"], init_lora_weights=False)
             model = peft.get_peft_model(model, config).train()
@@ -304,8 +308,8 @@ class TestOneProcess:
     def test_a_bias_before_a_softmax_over_choices_has_no_gradient(self):
         """Bert-like MultipleChoice with dropout: one number added to all choices changes nothing.
 
-        So the true gradient of `classifier.bias` is zero, and what is computed is rounding: sometimes exactly zero. It is
-        not lost by checkpointing.
+        So the true gradient of `classifier.bias` is zero, and what is computed is rounding: sometimes exactly zero. It
+        is not lost by checkpointing.
         """
         torch.manual_seed(0)
         config = transformers.BertConfig(
@@ -327,7 +331,7 @@ class TestOneProcess:
         largest = max(grad.abs().max() for grad in plain.values())
         for found in (plain, ours):
             assert found["classifier.bias"] is not None
-            assert found["classifier.bias"].abs().max() <= 1e-15 * largest
+            assert found["classifier.bias"].abs().max() <= 1e-14 * largest
         assert all(torch.equal(ours[name], plain[name]) for name in plain)
         with torch.no_grad():
             before = model.eval()(input_ids=ids, labels=labels).loss
