@@ -53,6 +53,18 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def figures(self) -> dict[str, float]:
+        """Everything in a few numbers, for a training log."""
+        return {
+            "recomputes": sum(region.recomputes for region in self.regions),
+            "packed_bytes": sum(region.packed_bytes for region in self.regions),
+            "restored_bytes": sum(region.restored_bytes for region in self.regions),
+            "tiles": sum(tiled.tiles for tiled in self.tiles),
+            "host_bytes": self.host_bytes,
+            "peak_host_bytes": self.peak_host_bytes,
+            "seconds_waited": self.seconds_waited,
+        }
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 

@@ -1,0 +1,83 @@
+"""transformers' `Trainer`, and everything built on it (TRL's `SFTTrainer` and others).
+
+    trainer = SFTTrainer(model, ..., callbacks=[LowtideCallback("recompute+tile")])
+
+or, so that the figures reach every reporter (W&B, TensorBoard), which are callbacks of their own and come first:
+
+    trainer = SFTTrainer(model, ...)
+    attach(trainer, "recompute+tile")
+
+`lowtide.apply(model, policy)` before the trainer is made works as well; the callback does it when training begins, logs
+what happens, and undoes it at the end. With `gradient_checkpointing=True` in the trainer's arguments, the model's own
+checkpointing is switched off while the policy is in force, and that is said in the log.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+import lowtide
+from lowtide.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from lowtide.applying import Applied
+    from lowtide.policy import Policy
+    from lowtide.regions import Selector
+
+
+class LowtideCallback(TrainerCallback):
+    """Applies a policy for as long as a trainer trains."""
+
+    def __init__(
+        self,
+        policy: Policy | str | Mapping[str, Any] = "recompute+offload",
+        *,
+        regions: Sequence[Selector] | None = None,
+        strict: bool = True,
+    ) -> None:
+        self.policy = lowtide.Policy.parse(policy)
+        self.applied: Applied | None = None
+        self._regions = regions
+        self._strict = strict
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The model is there, and wrapped already if it will be: only instances of its blocks change."""
+        del args, state, control
+        self.applied = lowtide.apply(kwargs["model"], self.policy, regions=self._regions, strict=self._strict)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds what happened so far to the trainer's own record."""
+        del args, control
+        logs = kwargs.get("logs")
+        if self.applied is None or logs is None or "loss" not in logs:
+            return
+        figures = {f"lowtide/{name}": value for name, value in self.applied.report().figures().items()}
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        del args, state, control, kwargs
+        if self.applied is not None:
+            self.applied.remove()
+
+
+def attach(
+    trainer: Trainer, policy: Policy | str | Mapping[str, Any] = "recompute+offload", **options: Any
+) -> LowtideCallback:
+    """Add a `LowtideCallback` ahead of the trainer's reporters, so that they see its figures."""
+    callbacks = trainer.callback_handler.callbacks
+    if any(isinstance(callback, LowtideCallback) for callback in callbacks):
+        raise InvalidValueError("this trainer has a LowtideCallback already: remove it, or change its policy")
+    callback = LowtideCallback(policy, **options)
+    callbacks.insert(0, callback)
+    return callback
