@@ -9,6 +9,7 @@ import torch
 from lowtide.errors import InvalidValueError
 from lowtide.measure import TileLedger
 from lowtide.tiling.callee import Callee
+from lowtide.tiling.sharded import most_of_all_ranks
 from lowtide.tiling.size import tile_count
 from lowtide.tiling.tiler import run_tiles
 from lowtide.tiling.tokens import TokenGrid
@@ -63,9 +64,12 @@ def tile_call(
 ) -> Any:
     """One call, in tiles if it is long enough.
 
-    With FSDP2 units inside it goes through the tiler even as one tile: all ranks must run the same collectives.
+    With FSDP2 units inside it goes through the tiler even as one tile: all ranks must run the same collectives. ZeRO-3
+    gathers weights for each tile anew, so there the ranks agree on a number of tiles; some may be empty.
     """
     tiles = tile_count(x, callee.module, tokens, shards)
+    if callee.has_partitioned_weights():
+        tiles = most_of_all_ranks(tiles, callee, x.device)
     if x.dim() == 1 or (tiles == 1 and not callee.units()):
         ledger.calls += 1
         ledger.tiles += 1

@@ -1,4 +1,6 @@
-"""FSDP2 units inside a tiled function stay unsharded while the tiles run, forward and backward.
+"""Weights that other ranks hold parts of.
+
+FSDP2 units inside a tiled function stay unsharded while the tiles run, forward and backward.
 
 Else every tile would gather every weight again. It also makes the collectives of a call the same whatever the number of
 its tiles, so that ranks with sequences of different lengths meet. Units around it need no care.
@@ -9,6 +11,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lowtide.tiling.callee import is_partitioned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +35,14 @@ def gathered(callee: Callee) -> Iterator[None]:
             deepspeed = importlib.import_module("deepspeed")
             stack.enter_context(deepspeed.zero.GatheredParameters(list(callee.module.parameters())))  # type: ignore[union-attr]
         yield
+
+
+def most_of_all_ranks(number: int, callee: Callee, device: torch.device) -> int:
+    """The largest number that a rank brings along, of those that share the weights."""
+    group = next(weight.ds_process_group for weight in callee.module.parameters() if is_partitioned(weight))  # type: ignore[union-attr]
+    agreed = torch.tensor(number, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
+    return int(agreed)
 
 
 @contextlib.contextmanager

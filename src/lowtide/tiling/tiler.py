@@ -191,9 +191,6 @@ class _Call:
         self.inputs = inputs
         self.autocast = autocast
         self.ledger = ledger
-        self.runs_to_the_end = (
-            callee.has_partitioned_weights()
-        )  # ZeRO-3 releases them in hooks after the last operation
         self._weights = callee.weights()
         self._current: weakref.ref[_Tile] | None = None
 
@@ -288,7 +285,7 @@ class _Tile:
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()  # a node that saved its own output with its graph would hold itself for ever
         self._recomputed.append((tensor, tensor._version))
-        if len(self._recomputed) == self._saved and not self._call.runs_to_the_end:
+        if len(self._recomputed) == self._saved:
             raise _Enough
         return tensor
 

@@ -1,0 +1,56 @@
+"""DeepSpeed: `initialize` applies a policy and hands the model to DeepSpeed's engine.
+
+    engine, optimizer, *_ = initialize(model, "recompute+tile", config=config, optimizer=optimizer)
+
+It is `lowtide.apply(model, policy)` followed by `deepspeed.initialize(model=model, ...)`. The
+`activation_checkpointing` block of DeepSpeed's configuration acts only on models that call DeepSpeed's own checkpoint
+function, and silently on no other; here it is honoured as a policy, or refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lowtide
+from lowtide.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.policy import Policy
+
+
+def initialize(
+    model: nn.Module,
+    policy: Policy | str | Mapping[str, Any] | None = None,
+    *,
+    config: Mapping[str, Any] | str | Path,
+    **options: Any,
+) -> Any:
+    """What `deepspeed.initialize` returns, with the model under a policy: the one given, or the configuration's."""
+    settings = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    lowtide.apply(model, policy_of(settings, policy))
+    settings.pop("activation_checkpointing", None)
+    return importlib.import_module("deepspeed").initialize(model=model, config=settings, **options)
+
+
+def policy_of(settings: Mapping[str, Any], policy: Policy | str | Mapping[str, Any] | None) -> Policy:
+    """The policy that is given, or what `activation_checkpointing` asks for; not both."""
+    block = settings.get("activation_checkpointing") or {}
+    asks = [name for name, value in block.items() if value]
+    if policy is not None and asks:
+        raise InvalidValueError(
+            f"DeepSpeed's configuration asks for activation_checkpointing ({', '.join(asks)}) and a policy is given: "
+            "leave one of them out"
+        )
+    if policy is not None:
+        return lowtide.Policy.parse(policy)
+    if "activation_checkpointing" not in settings:
+        raise InvalidValueError(
+            "no policy: give one, or an activation_checkpointing block in DeepSpeed's configuration"
+        )
+    return lowtide.Policy.parse({"activation_checkpointing": block})
