@@ -92,7 +92,7 @@ def test_importing_adds_little_to_importing_torch():
         if line.startswith("import time:") and "|" in line and "[us]" not in line:
             _, total, name = line.removeprefix("import time:").split("|")
             cumulative[name.strip()] = int(total)
-    assert cumulative["lowtide"] < 0.05 * cumulative["torch"]
+    assert cumulative["lowtide"] < 0.1 * cumulative["torch"]
 
 
 def test_the_library_logger_is_silent_by_default():
