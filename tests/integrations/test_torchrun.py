@@ -1,0 +1,38 @@
+"""Whole runs under torchrun: the example as its first lines say, and a Trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def torchrun(script: Path) -> str:
+    """What a script prints on two ranks."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_vision_language_lora():
+    output = torchrun(HERE.parents[1] / "examples" / "vlm_lora_ddp.py")
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+    assert output.count("recomputes 8") == 4
+    assert len(re.findall(r"rank [01]: peak memory", output)) == 2
+
+
+def test_trainer_on_two_ranks_with_its_own_reentrant_checkpointing_asked_for():
+    output = torchrun(HERE / "trainer_on_ranks.py")
+    assert sorted(re.findall(r"rank ([01]): recomputes \[3, 3\]", output)) == ["0", "1"]
