@@ -35,7 +35,6 @@ bench: .venv/.dev .venv-peers/.ready
 
 test-peers: .venv-peers/.ready
 	TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/losses/test_fused.py
-	$(PEERS)/python -m pytest tests/distributed/test_deepspeed.py
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
