@@ -15,14 +15,15 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowtide.checkpointing import Schedule
 from lowtide.checkpointing.core import as_schedule, checkpoint
+from lowtide.stores import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType, TracebackType
     from typing import Self
 
-    from lowtide.checkpointing import Schedule
     from lowtide.stores import Store
 
 _OTHERS = (("deepspeed.runtime.activation_checkpointing.checkpointing", "checkpoint"),)
@@ -42,9 +43,8 @@ def patch_torch(offload: Literal["host"] | Store | Schedule | None = None) -> To
     model, is not found: enable checkpointing inside. `patch.calls` tells how many calls came by, and removing a patch
     that was never called says so in a warning.
     """
-    schedule = as_schedule(offload)
-    if schedule is not None and schedule.alone:
-        schedule.alone = False  # one for all calls, so that copies hide behind the next region's compute
+    # one schedule for all calls, so that a region's copies hide behind the next one's compute
+    schedule = Schedule(HostStore()) if offload == "host" else as_schedule(offload)
     patch = TorchPatch(schedule)
     patch.install()
     return patch

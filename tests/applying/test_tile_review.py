@@ -313,3 +313,21 @@ def test_a_handle_and_its_store_die_with_the_model(sim):
         assert simdevice.violations() == []
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2, -1), (7, -1), (-1, 64)])
+def test_a_reshape_that_mixes_tokens_and_classes_is_refused(shape):
+    model, batch = make(zoo.llama)
+    lowtide.apply(model, "tile(loss)")
+    with pytest.raises(lowtide.errors.LogitsNotComputedError, match="reshaped"):
+        model(**batch).logits.view(*shape)
+
+
+@pytest.mark.parametrize(("policy", "is_asked"), [("tile(loss)", True), ("tile(loss, loss_tokens=10)", False)])
+def test_a_fused_kernel_is_asked_for_unless_a_tile_size_is_given(monkeypatch, policy, is_asked):
+    asked = []
+    monkeypatch.setattr("lowtide.losses.function.use_liger", lambda *_: asked.append(1) and False)
+    model, batch = make(zoo.llama)
+    lowtide.apply(model, policy)
+    model(**batch).loss.backward()
+    assert bool(asked) == is_asked

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from routed import Routed
 
 WIDTH, CLASSES, EXPERTS = 16, 30, 4
 LENGTHS = (23, 41)  # of the two ranks: other lengths, and so other numbers of tiles
@@ -22,32 +23,11 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Moe(nn.Module):
-    """Routes by the sign of a feature, so that a batch can leave experts unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.double)
-        self.experts = nn.ModuleList(Mlp() for _ in range(EXPERTS))
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        flat = x.reshape(-1, width)
-        logits = self.router(flat)
-        weight, chosen = logits.softmax(-1).max(-1)
-        out = torch.zeros_like(flat)
-        for index, expert in enumerate(self.experts):
-            rows = (chosen == index).nonzero().squeeze(-1)
-            if len(rows):
-                out = out.index_add(0, rows, expert(flat[rows]) * weight[rows, None])
-        return out.reshape(batch, length, width), logits
-
-
 class Layer(nn.Module):
     def __init__(self, *, routed: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, dtype=torch.double)
-        self.mlp = Moe() if routed else Mlp()
+        self.mlp = Routed(WIDTH, [Mlp() for _ in range(EXPERTS)]) if routed else Mlp()
         self.tokens = None
 
     def forward(self, x):

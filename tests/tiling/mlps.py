@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from routed import Routed
+
 HIDDEN, INNER, EXPERTS = 16, 40, 4
 
 
@@ -46,25 +48,8 @@ class Lora(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-class Routed(nn.Module):
-    """A mixture of experts that unpacks three dimensions and returns its router's logits flat, as transformers' do."""
-
-    def __init__(self, hidden=HIDDEN, experts=EXPERTS) -> None:
-        super().__init__()
-        self.router = nn.Linear(hidden, experts, bias=False, dtype=torch.double)
-        self.experts = nn.ModuleList(Gated(hidden) for _ in range(experts))
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        flat = x.reshape(-1, width)
-        logits = self.router(flat)
-        weight, chosen = logits.softmax(-1).max(-1)
-        out = torch.zeros_like(flat)
-        for index, expert in enumerate(self.experts):
-            rows = (chosen == index).nonzero().squeeze(-1)
-            if len(rows):
-                out = out.index_add(0, rows, expert(flat[rows]) * weight[rows, None])
-        return out.reshape(batch, length, width), logits
+def routed():
+    return Routed(HIDDEN, [Gated() for _ in range(EXPERTS)])
 
 
 class WithArguments(Gated):

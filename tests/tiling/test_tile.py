@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mlps import HIDDEN, Dropping, Gated, Lora, Routed, Tied, WithArguments, batch, build
+from mlps import HIDDEN, Dropping, Gated, Lora, Tied, WithArguments, batch, build, routed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -60,7 +60,7 @@ def test_any_shape_and_tile_size(lead, tokens, around):
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("needs_grad", [True, False])
-@pytest.mark.parametrize("kind", [Gated, Tied, Lora, Routed])
+@pytest.mark.parametrize("kind", [Gated, Tied, Lora, routed])
 def test_any_module(kind, needs_grad, around):
     mlp, x = build(kind), batch(3, 37, requires_grad=needs_grad)
     assert_close(results(mlp, AROUND[around](tiled(mlp)), x), results(mlp, mlp, x))
@@ -223,13 +223,13 @@ def test_hooks_fire_once_with_the_whole_gradient(dtype):
 
 
 def test_a_router_loss_keeps_its_gradient():
-    moe, x = build(Routed), batch(3, 37)
+    moe, x = build(routed), batch(3, 37)
     expected = torch.autograd.grad(moe(x)[1].logsumexp(-1).square().sum(), moe.router.weight)
     assert_close(torch.autograd.grad(tiled(moe)(x)[1].logsumexp(-1).square().sum(), moe.router.weight), expected)
 
 
 def test_an_expert_that_no_token_chose_has_no_gradient():
-    moe, x = build(Routed), batch(3, 37)
+    moe, x = build(routed), batch(3, 37)
     with torch.no_grad():
         moe.router.weight[2] = -100 * x.detach().mean((0, 1)).sign()
         moe.router.weight[2] -= 100 * (moe.router.weight[2] == 0)

@@ -8,7 +8,6 @@ A block that added no such node (it was skipped, it handed its input on) owes no
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
     from lowtide.applying.region_runtime import RegionRuntime
     from lowtide.measure import TileLedger
-
-logger = logging.getLogger(__name__)
 
 
 class Guard:

@@ -11,6 +11,7 @@ It is no tensor on purpose: DistributedDataParallel and others look through a mo
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,6 @@ from lowtide.errors import LogitsNotComputedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    Shape = torch.Size | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,10 @@ class DeferredLogits:
 
     def reshape(self, *shape: Any) -> DeferredLogits:
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if not sizes or sizes[-1] not in (self.classes, -1) or (sizes[-1] == -1 and -1 in sizes[:-1]):
+        keeps_classes = sizes[-1:] == (self.classes,)
+        if sizes[-1:] == (-1,):  # the classes, if all tokens are accounted for by the others
+            keeps_classes = math.prod(sizes[:-1]) == self.hidden.shape[:-1].numel()
+        if not keeps_classes:
             raise self._refuse(f"reshaped to {sizes}")
         return dataclasses.replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
@@ -174,7 +176,7 @@ class DeferredLogits:
             F.cross_entropy: cls._loss,
         }
         if function not in known or not args or not isinstance(args[0], cls):
-            raise cls._refusal(f"passed to {getattr(function, '__name__', function)}")
+            raise cls._refuse(f"passed to {getattr(function, '__name__', function)}")
         return known[function](*args, **(kwargs or {}))
 
     def _loss(
@@ -197,12 +199,8 @@ class DeferredLogits:
     def __getattr__(self, name: str) -> Any:
         raise self._refuse(f"asked for {name!r}")
 
-    @classmethod
-    def _refuse(cls, what: str) -> LogitsNotComputedError:
-        return cls._refusal(what)
-
     @staticmethod
-    def _refusal(what: str) -> LogitsNotComputedError:
+    def _refuse(what: str) -> LogitsNotComputedError:
         return LogitsNotComputedError(
             f"the policy tile(loss) is in force, so the logits were never computed, and they were {what}. "
             "Use outputs.loss; or outputs.logits.materialize() for whole logits, at their full cost; or leave "

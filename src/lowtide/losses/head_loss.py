@@ -24,7 +24,8 @@ def head_loss(
 ) -> torch.Tensor:
     """What `cross_entropy` of the head's logits would give. The function is the head's own forward."""
     head: Any = callee.module
-    size = tile_tokens(count_classes(head), "auto" if tokens is None else tokens)
+    wanted = "auto" if tokens is None else tokens
+    size = tile_tokens(count_classes(head), wanted)
     labels = request.labels.reshape(hidden.shape[:-1]).to(hidden.device)
     if _is_plain_linear(callee):
         ledger.calls += 1
@@ -40,7 +41,7 @@ def head_loss(
             label_smoothing=request.label_smoothing,
             logit_softcap=softcap,
             logit_scale=None if scale == 1 else scale,
-            tokens=size,
+            tokens=wanted,
         )
 
     def per_token(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

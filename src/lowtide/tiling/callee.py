@@ -29,7 +29,7 @@ class Callee:
     def __init__(self, function: Callable[..., Any], module: nn.Module | None = None) -> None:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         self.function = function
-        self.module = module or (owner if isinstance(owner, nn.Module) else None)
+        self.module = owner if module is None and isinstance(owner, nn.Module) else module
 
     def units(self) -> list[Any]:
         """The FSDP2 units that gather their weights when the function is called.
