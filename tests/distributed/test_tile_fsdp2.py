@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from joined import assert_joined, to_numpy
 from launcher import run_ranks
 from tiled_model import Mlp, batch, model
@@ -69,6 +70,7 @@ def applied_and_sharded(rank: int, lengths: tuple[int, int], fails: bool) -> dic
     for unit in inner:
         fully_shard(unit, mesh=mesh)
     fully_shard(net, mesh=mesh)
+    groups = [group for unit in inner for group in unit._get_fsdp_state()._fsdp_param_groups]
     ids = batch(rank)[:, : lengths[rank]]
     if fails:
         handle = net.layers[0].norm.weight.register_hook(lambda _: 1 / 0)
@@ -77,8 +79,10 @@ def applied_and_sharded(rank: int, lengths: tuple[int, int], fails: bool) -> dic
         except ZeroDivisionError:
             handle.remove()
         net.zero_grad()
+        with torch.no_grad():
+            net(ids)
+        assert all(group.reshard_after_backward for group in groups), "mended by the next forward"
     net(ids).backward()
-    groups = [group for unit in inner for group in unit._get_fsdp_state()._fsdp_param_groups]
     assert all(group.reshard_after_backward and not group.is_unsharded for group in groups)
     assert all(ledger.calls for ledger in applied.report().tiles)
     return to_numpy(net)
