@@ -96,3 +96,28 @@ def test_applied_with_units_inside(lengths, fails):
     net = model()
     sum(net(batch(rank)[:, : lengths[rank]]) / 2 for rank in range(2)).backward()
     assert_joined(per_rank, net, tolerance=1e-12)
+
+
+def fails_between_tiles(rank: int) -> None:
+    """The settings of the units; what FSDP2 itself keeps of a backward that failed is its own."""
+    import lowtide
+
+    net = model()
+    lowtide.apply(net, "tile(mlp, tokens=13)", regions=["layers.*"])
+    mesh = init_device_mesh("cpu", (2,))
+    inner = units(net, "linears")
+    for unit in inner:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    groups = [group for unit in inner for group in unit._get_fsdp_state()._fsdp_param_groups]
+    net.layers[0].mlp.gate.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        net(batch(rank)).backward()
+    assert not all(group.reshard_after_backward for group in groups), "it failed while tiles ran"
+    with torch.no_grad():
+        net(batch(rank))
+    assert all(group.reshard_after_backward and not group.is_unsharded for group in groups)
+
+
+def test_a_failure_between_tiles_is_mended_by_the_next_forward():
+    run_ranks(fails_between_tiles, timeout=60)
