@@ -1,0 +1,69 @@
+"""Sound: spectrograms and waveforms, in the layouts that models take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.zoo.parts import Fixed, Noise, Recipe
+from lowtide.zoo.scene import ROWS, Scene, first
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+_TOWERS = (
+    "audio_config",
+    "speech_config",
+    "encoder_config",
+    "audio_encoder_config",
+    "acoustic_tokenizer_encoder_config",
+    "encoder",
+)
+_BINS = (
+    "num_mel_bins",
+    "n_mels",
+    "input_feat_size",
+    "input_dim",
+    "feature_projection_input_dim",
+    "input_feat_per_channel",
+)
+_BINS += ("n_mel_bins", "input_size", "feature_size", "mel_dim")
+_MASKS = (
+    "input_features_mask",
+    "feature_attention_mask",
+    "attention_mask",
+    "mask",
+    "input_values_mask",
+    "padding_mask",
+)
+FRAMES = 32
+LONG = 128
+SAMPLES = 4000
+
+
+def spectrograms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recipe]:
+    """Layouts of spectrograms as the argument `name`: bins or frames first, with a mask where one is taken."""
+    tower = scene.tower(*_TOWERS)
+    bins = first(tower, *_BINS) or 16
+    lengths = dict.fromkeys((2 * (first(tower, "max_source_positions") or FRAMES // 2), LONG))
+    for frames in lengths:
+        for shape in ((ROWS, bins, frames), (ROWS, frames, bins)):
+            for mask in _masks(takes, frames):
+                yield {name: Noise(shape), **mask}
+
+
+def _masks(takes: Collection[str], frames: int) -> list[Recipe]:
+    names = [name for name in _MASKS if name in takes][:1]
+    return [{name: Fixed(torch.ones(ROWS, frames, dtype=torch.long))} for name in names] + [{}]
+
+
+def waveforms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recipe]:
+    """Layouts of waveforms as the argument `name`, and of spectrograms that go by the same name."""
+    for samples in (SAMPLES, 4 * SAMPLES):
+        for shape in ((ROWS, samples), (ROWS, 1, samples)):
+            for mask in _masks(takes, samples):
+                yield {name: Noise(shape), **mask}
+    config: Any = scene.tower(*_TOWERS)
+    frames, bins = first(config, "max_length") or LONG, first(config, *_BINS) or 16
+    yield {name: Noise((ROWS, frames, bins))}

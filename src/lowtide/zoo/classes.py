@@ -1,0 +1,141 @@
+"""Which model classes belong to a model type, the most inclusive first.
+
+The auto classes of transformers know one class for each task, and nothing of many towers. So the classes are looked up
+in the package that defines the configuration: those that name it as their `config_class`, or take it in `__init__`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import typing
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from torch import nn
+
+# How a class name ends, from what trains most of a model to what trains a part of it. A class with the earlier ending
+# is tried first; among equals, the one that comes first in its file.
+ENDINGS = (
+    "ForConditionalGeneration",
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForPreTraining",
+    "ForMaskedLM",
+    "ForCTC",
+    "ForPrediction",
+    "ForUniversalSegmentation",
+    "ForInstanceSegmentation",
+    "ForObjectDetection",
+    "ForSemanticSegmentation",
+    "ForImageSegmentation",
+    "ForMaskedImageModeling",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+# Classes with any other head come next, then those without a head, then parts.
+_OTHER_HEAD, _BARE, _PART = len(ENDINGS), len(ENDINGS) + 1, len(ENDINGS) + 2
+_PARTS = ("Encoder", "Decoder", "Stack", "Backbone", "EncoderModel", "WithProjection")
+# No models of their own: base classes, and shells around a decoder that keep its weights loadable.
+_NOT_MODELS = ("PreTrainedModel", "PretrainedModel", "DecoderWrapper")
+
+
+def model_types() -> list[str]:
+    """Every model type of the installed transformers, sorted."""
+    return sorted(_configurations().CONFIG_MAPPING_NAMES)
+
+
+def configuration_class(model_type: str) -> type[Any]:
+    """The configuration class of a model type."""
+    found: type[Any] = _configurations().CONFIG_MAPPING[model_type]
+    return found
+
+
+@functools.cache
+def model_classes(model_type: str) -> tuple[type[nn.Module], ...]:
+    """The model classes of a model type that can be tried, the most inclusive first."""
+    configuration = configuration_class(model_type)
+    own = [cls for module in _modeling_modules(configuration) for cls in _models_in(module, configuration)]
+    return tuple(sorted(own or _from_auto_classes(model_type), key=lambda cls: _rank(cls.__name__)))
+
+
+def missing_package(model_type: str) -> str | None:
+    """The name of a package that the modelling code of a model type fails to import."""
+    try:
+        list(_modeling_modules(configuration_class(model_type), skip_broken=False))
+    except ModuleNotFoundError as error:
+        return error.name
+    return None
+
+
+def _configurations() -> ModuleType:
+    return importlib.import_module("transformers.models.auto.configuration_auto")
+
+
+def _modeling_modules(configuration: type[Any], *, skip_broken: bool = True) -> Iterator[ModuleType]:
+    package = importlib.import_module(configuration.__module__.rpartition(".")[0])
+    for entry in pkgutil.iter_modules(package.__path__):
+        if not entry.name.startswith("modeling_"):
+            continue
+        try:
+            yield importlib.import_module(f"{package.__name__}.{entry.name}")
+        except ModuleNotFoundError:
+            if not skip_broken:
+                raise
+
+
+def _models_in(module: ModuleType, configuration: type[Any]) -> Iterator[type[nn.Module]]:
+    base = importlib.import_module("transformers").PreTrainedModel
+    for cls in vars(module).values():
+        is_own = inspect.isclass(cls) and issubclass(cls, base) and cls.__module__ == module.__name__
+        if is_own and not cls.__name__.endswith(_NOT_MODELS) and _takes(cls, configuration):
+            yield cls
+
+
+def _takes(model: type[Any], configuration: type[Any]) -> bool:
+    # One class may serve several configurations (a union), and what `__init__` says is nearer to the truth than what
+    # was inherited.
+    declared = inspect.signature(model.__init__).parameters.get("config")
+    if declared is not None and isinstance(declared.annotation, str):
+        return declared.annotation.strip("\"'") == configuration.__name__
+    annotation = declared.annotation if declared is not None else inspect.Parameter.empty
+    if annotation is inspect.Parameter.empty or not issubclass_of_configuration(annotation):
+        annotation = model.config_class
+    return configuration in (typing.get_args(annotation) or (annotation,))
+
+
+def issubclass_of_configuration(annotation: Any) -> bool:
+    """Whether an annotation names a configuration of one model, or several of them; not just any configuration."""
+    base = importlib.import_module("transformers").PreTrainedConfig
+    kinds = typing.get_args(annotation) or (annotation,)
+    return all(inspect.isclass(kind) and issubclass(kind, base) and kind is not base for kind in kinds)
+
+
+def _from_auto_classes(model_type: str) -> list[type[nn.Module]]:
+    """For types that have a name of their own and use another one's model."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    transformers = importlib.import_module("transformers")
+    names: dict[str, None] = {}
+    for mapping in (value for key, value in vars(auto).items() if key.startswith("MODEL_") and key.endswith("_NAMES")):
+        found = mapping.get(model_type, ())
+        names.update(dict.fromkeys((found,) if isinstance(found, str) else found))
+    classes = (getattr(transformers, name, None) for name in names)
+    return [cls for cls in classes if inspect.isclass(cls)]
+
+
+def _rank(name: str) -> int:
+    if name.endswith(_PARTS):
+        return _PART
+    for rank, ending in enumerate(ENDINGS):
+        if name.endswith(ending):
+            return rank
+    return _OTHER_HEAD if "For" in name else _BARE

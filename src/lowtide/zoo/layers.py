@@ -1,0 +1,141 @@
+"""How many layers a tiny model gets, and of which kind: two of every kind that the defaults have.
+
+Kinds are said in three ways: a list with one entry for each layer, a list of the indices of special layers, or a number
+(the first so many are dense, every so many has full attention). In all of them, special and ordinary layers then
+alternate, or come two by two.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from lowtide.zoo.fields import read
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OF_ONE_KIND = 2
+OF_TWO_KINDS = 4
+
+_COUNTS = re.compile(r"(.*_)?(layers|depth|n_layer|num_blocks|n_blocks|num_hidden_groups|num_encoder_blocks)")
+_NOT_COUNTS = re.compile(
+    r".*(window|shared|conv|mtp|nextn|logits|feat_extract|residual|lstm|every|first_|last_|timestamp|sparse).*"
+    r"|max_depth|num_dense_layers|iou_head_depth|num_feature_.*|.*_to_.*|num_stages|.*postnet.*|.*prenet.*|.*predictor_layers"
+)
+# Which of them the lists with one entry for each layer belong to.
+_MAIN_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
+
+# Where the kind changes once: that many layers of the first kind.
+_BOUNDARIES = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_kv_shared_layers")
+_BOUNDARIES += ("num_sparse_encoder_layers", "num_sparse_decoder_layers", "num_first_full_attention_layers")
+# Where every so many layers one is special.
+_PERIODS = ("attn_layer_period", "expert_layer_period", "full_attention_interval", "global_attn_every_n_layers")
+_PERIODS += ("sliding_window_pattern", "no_rope_layer_interval", "layer_group_size", "interleave_moe_layer_step")
+_PERIODS += ("encoder_sparse_step", "decoder_sparse_step", "cross_layer_interval", "cross_attention_frequency")
+_OFFSETS = ("attn_layer_offset", "expert_layer_offset")
+_INDICES = re.compile(r".*(indexes|indices|indexs|_layers|layer_ids|layer_idx|_layer_index)")
+
+
+def layer_fields(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The fields that say how many layers there are, and of which kind."""
+    main = next((name for name in _MAIN_COUNTS if type(read(config, name)) is int and name in names), None)
+    fields: dict[str, Any] = {}
+    layers = OF_ONE_KIND
+    kinds = _alternating_kinds(config, names, read(config, main) if main else 0)
+    if kinds:
+        layers = len(next(iter(kinds.values())))
+        fields |= kinds
+    mixed = _mixing_numbers(config, names)
+    if main:
+        mixed |= _special_indices(config, names, read(config, main))
+    if mixed:
+        layers = max(layers, OF_TWO_KINDS)
+        fields |= mixed
+    fields |= _counts(config, names, layers)
+    if kinds and main:
+        fields[main] = layers
+    return fields | _outputs(config, names, fields.get(main, layers) if main else 0)
+
+
+def _counts(config: Any, names: Sequence[str], layers: int) -> dict[str, int]:
+    found = {}
+    for name in names:
+        value = read(config, name)
+        if type(value) is int and value > 0 and _COUNTS.fullmatch(name) and not _NOT_COUNTS.fullmatch(name):
+            found[name] = min(value, layers)
+    return found
+
+
+def _alternating_kinds(config: Any, names: Sequence[str], layers: int) -> dict[str, list[Any]]:
+    """The lists with one entry for each layer, cut to two of every kind."""
+    if layers < OF_ONE_KIND:
+        return {}
+    lists = {name: read(config, name) for name in names}
+    lists = {n: v for n, v in lists.items() if isinstance(v, list | tuple) and len(v) == layers and _is_plain(v)}
+    if not lists:
+        return {}
+    chosen = _cover([tuple(entries) for entries in zip(*lists.values(), strict=True)])
+    columns = zip(*(chosen * 2), strict=True)
+    return {name: list(column) for name, column in zip(lists, columns, strict=True)}
+
+
+def _is_plain(entries: Sequence[Any]) -> bool:
+    return all(isinstance(entry, str | int | float) for entry in entries)
+
+
+def _cover(layers: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The first layers that show every value of every list."""
+    seen: set[tuple[int, Any]] = set()
+    chosen = []
+    for layer in dict.fromkeys(layers):
+        new = set(enumerate(layer)) - seen
+        if new:
+            chosen.append(layer)
+            seen |= new
+    return chosen
+
+
+def _mixing_numbers(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        value = read(config, name)
+        if type(value) is not int or value < 1:
+            continue
+        if name in _BOUNDARIES or (name in _PERIODS and value > 1):
+            found[name] = 2
+        elif name in _OFFSETS:
+            found[name] = 1
+    return found
+
+
+def _special_indices(config: Any, names: Sequence[str], layers: int) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        value = read(config, name)
+        is_list = isinstance(value, list | tuple) and len(value) > 0 and all(type(entry) is int for entry in value)
+        if (
+            is_list
+            and _INDICES.fullmatch(name)
+            and 0 <= min(value)
+            and max(value) < layers
+            and len(set(value)) == len(value) < layers
+        ):
+            found[name] = [1, 3]
+    return found
+
+
+def _outputs(config: Any, names: Sequence[str], layers: int) -> dict[str, Any]:
+    """As many outputs of a backbone as before: the last ones."""
+    outputs = vars(config).get("_out_indices")
+    if not outputs:
+        return {}
+    stages = vars(config).get("stage_names") or []
+    if isinstance(read(config, "depths"), list | tuple) or layers == 0:
+        return {"out_indices": list(outputs)} if list(outputs) != [len(stages) - 1] else {}
+    count = len(outputs)
+    if count == 1:
+        return {}
+    layers = max(layers, count)
+    main = next(name for name in _MAIN_COUNTS if name in names)
+    return {main: layers, "out_indices": list(range(layers - count + 1, layers + 1))}
