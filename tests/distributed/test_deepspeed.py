@@ -1,19 +1,24 @@
 """An applied model in DeepSpeed's engine, ZeRO-1, -2 and -3: the weights of plain training in one process.
 
-DeepSpeed hides gradients, so the weights after two optimizer steps are compared.
+DeepSpeed hides gradients, so the weights after two optimizer steps are compared. Policies that offload run on the
+emulated device, the others on the CPU. The ranks' sequences differ in length, and with stage 3 and LoRA most weights
+are frozen (transformers#47254). `make test` runs a covering subset, `make test-all` everything.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
+import itertools
 
 import pytest
 import torch
-from adapted_models import batch, make
-from launcher import run_ranks
+from adapted_models import ADAPTATIONS, MODELS, batch, make
+from deepspeed_on_sim import use_cpu, use_sim
+from launcher import run_ranks, with_backend
+from pairs import covering
 
 import lowtide
+from lowtide import simdevice
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -23,14 +28,25 @@ pytestmark = [
 ]
 
 STEPS, RATE = 2, 0.5
-POLICIES = ["recompute", "recompute+tile(mlp, tokens=7)", "recompute+tile(tokens=7, loss_tokens=7)"]
+POLICIES = [
+    "recompute",
+    "recompute+offload",
+    "recompute+tile(mlp, tokens=7)",
+    "recompute+tile(loss, loss_tokens=7)",
+    "recompute+offload+tile(tokens=7, loss_tokens=7)",
+]
+BUCKET = 100_000  # the default would not fit on the emulated device
 
 
-def train(rank: int, stage: int, policy: str, adaptation: str, name: str) -> dict:
-    os.environ["DS_ACCELERATOR"] = "cpu"
+def single(name: str, rank: int, step: int, device: str = "cpu") -> dict:
+    inputs = batch(name, rank, step)
+    return {k: (v.float() if v.is_floating_point() else v).to(device) for k, v in inputs.items()}
+
+
+def train(rank: int, device: str, stage: int, policy: str, adaptation: str, name: str) -> dict:
     import deepspeed
 
-    model = make(name, adaptation).float()
+    model = make(name, adaptation, device).float()
     applied = lowtide.apply(model, policy)
     trained = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(
@@ -38,21 +54,45 @@ def train(rank: int, stage: int, policy: str, adaptation: str, name: str) -> dic
         optimizer=torch.optim.SGD(trained, lr=RATE),
         config={
             "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "gradient_clipping": 0.0,  # DeepSpeed clips at 1 unless told
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": BUCKET,
+                "allgather_bucket_size": BUCKET,
+                "stage3_prefetch_bucket_size": BUCKET,
+                "stage3_param_persistence_threshold": 0,
+            },
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         },
     )
     for step in range(STEPS):
-        inputs = {k: v.float() if v.is_floating_point() else v for k, v in batch(name, rank, step).items()}
-        engine.backward(engine(**inputs, use_cache=False).loss)
+        engine.backward(engine(**single(name, rank, step, device), use_cache=False).loss)
         engine.step()
     report = applied.report()
-    assert all(region.recomputes == region.forwards == STEPS for region in report.regions)
+    assert all(region.recomputes == region.forwards >= STEPS for region in report.regions)
     if "tile" in policy:
         assert any(tiled.tiles > tiled.calls for tiled in report.tiles)
+    if "offload" in policy:
+        assert sum(region.packed_bytes for region in report.regions) > 0
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {n: p.detach().clone().numpy() for n, p in model.named_parameters() if p.requires_grad}
+        return {n: p.detach().cpu().clone().numpy() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def train_on_cpu(rank: int, *case) -> dict:
+    use_cpu()
+    return train(rank, "cpu", *case)
+
+
+def enable_sim() -> str:
+    simdevice.enable(on_violation="raise")
+    return "cpu:gloo,sim:sim_gloo"
+
+
+@with_backend(enable_sim)
+def train_on_sim(rank: int, *case) -> dict:
+    use_sim()
+    return train(rank, "sim", *case)
 
 
 def plain(adaptation: str, name: str) -> dict:
@@ -61,20 +101,33 @@ def plain(adaptation: str, name: str) -> dict:
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):
-            inputs = {k: v.float() if v.is_floating_point() else v for k, v in batch(name, rank, step).items()}
-            (model(**inputs, use_cache=False).loss / 2).backward()
+            (model(**single(name, rank, step), use_cache=False).loss / 2).backward()
         optimizer.step()
     return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("adaptation", ["full", "lora, frozen embeddings"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_are_those_of_plain_training(stage, adaptation, policy):
-    """Stage 3 with frozen weights: transformers#47254. The ranks' sequences differ in length."""
-    per_rank = run_ranks(train, stage, policy, adaptation, "llama", timeout=600)
-    start = {n: p.detach() for n, p in make("llama", adaptation).float().named_parameters()}
+def check(stage: int, policy: str, adaptation: str, name: str) -> None:
+    function = train_on_sim if "offload" in policy else train_on_cpu
+    per_rank = run_ranks(function, stage, policy, adaptation, name, timeout=600)
+    start = {n: p.detach() for n, p in make(name, adaptation).float().named_parameters()}
     for weights in per_rank:
-        for name, expected in plain(adaptation, "llama").items():
-            moved = (expected - start[name]).norm()
-            assert (torch.from_numpy(weights[name]) - expected).norm() <= 1e-3 * moved + 1e-7, name
+        for parameter, expected in plain(adaptation, name).items():
+            moved = (expected - start[parameter]).norm()
+            assert (torch.from_numpy(weights[parameter]) - expected).norm() <= 1e-3 * moved + 1e-7, parameter
+
+
+EVERYTHING = list(itertools.product([1, 2, 3], POLICIES, ADAPTATIONS, MODELS))
+COVERING = covering(EVERYTHING)
+
+
+@pytest.mark.parametrize(("stage", "policy", "adaptation", "name"), COVERING)
+def test_weights_are_those_of_plain_training(stage, policy, adaptation, name):
+    check(stage, policy, adaptation, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "policy", "adaptation", "name"), [case for case in EVERYTHING if case not in COVERING]
+)
+def test_the_rest(stage, policy, adaptation, name):
+    check(stage, policy, adaptation, name)

@@ -42,10 +42,10 @@ STEPS = 2
 TOLERANCE = 2e-6  # transformers makes losses and routes in single precision
 
 
-def wrapped(engine: str, model):
+def wrapped(engine: str, model, device: str):
     if engine.startswith("ddp"):
         return DistributedDataParallel(model, **ENGINES[engine])
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device, (2,))
     if engine == "fsdp2, layers":
         for region in lowtide.regions.find_regions(model):
             fully_shard(region.module, mesh=mesh)
@@ -55,7 +55,7 @@ def wrapped(engine: str, model):
 def train(rank: int, engine: str, policy: str, adaptation: str, name: str, device: str = "cpu") -> dict:
     model = make(name, adaptation, device)
     applied = lowtide.apply(model, policy)
-    parallel = wrapped(engine, model)
+    parallel = wrapped(engine, model, device)
     for step in range(STEPS):  # accumulated; under DDP, only the last one talks
         quiet = step + 1 < STEPS and engine.startswith("ddp") and "static" not in engine
         inputs = {key: value.to(device) for key, value in batch(name, rank, step).items()}
@@ -107,14 +107,25 @@ def train_on_sim(rank: int, *case: str) -> dict:
 
 OFFLOADED = list(
     itertools.product(
-        ["ddp", "ddp, find_unused_parameters"],
+        ["ddp", "ddp, find_unused_parameters", "fsdp2, layers", "fsdp2, root"],
         ["recompute+offload", "recompute+offload+tile(tokens=7, loss_tokens=7)"],
         ADAPTATIONS,
-        ["llama", "qwen3_vl", "t5"],
+        MODELS,
     )
 )
 
 
-@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), covering(OFFLOADED))
+OFFLOADED_COVERING = covering(OFFLOADED)
+
+
+@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), OFFLOADED_COVERING)
 def test_with_offload_on_the_emulated_device(engine, policy, adaptation, name):
+    check(run_ranks(train_on_sim, engine, policy, adaptation, name), adaptation, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "policy", "adaptation", "name"), [case for case in OFFLOADED if case not in OFFLOADED_COVERING]
+)
+def test_the_rest_with_offload(engine, policy, adaptation, name):
     check(run_ranks(train_on_sim, engine, policy, adaptation, name), adaptation, name)

@@ -89,6 +89,12 @@ class StagedBackend final : public c10d::Backend {
     allgather(outputs, inputs, options);
     return finished({output});
   }
+  // FSDP2's whole tensors come this way.
+  c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::AllgatherOptions& options) override {
+    for (size_t i = 0; i < outputs.size(); ++i) _allgather_base(outputs[i], inputs[i], options);
+    return finished(outputs);
+  }
   c10::intrusive_ptr<Work> gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     TensorLists host_outputs = to_host(outputs);
     Tensors host_inputs = to_host(inputs);
@@ -124,6 +130,12 @@ class StagedBackend final : public c10d::Backend {
     Tensors outputs{output.view(-1)};
     TensorLists inputs{input.reshape(-1).chunk(getSize())};
     return reduce_scatter(outputs, inputs, options);
+  }
+
+  c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::ReduceScatterOptions& options) override {
+    for (size_t i = 0; i < outputs.size(); ++i) _reduce_scatter_base(outputs[i], inputs[i], options);
+    return finished(outputs);
   }
 
   c10::intrusive_ptr<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
