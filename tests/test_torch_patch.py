@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import sys
 import threading
 import types
@@ -140,6 +142,63 @@ def test_somebody_elses_patch_is_named_and_comes_back(framework, monkeypatch):
         assert patch.calls == 1
         patch.remove()
         assert torch.utils.checkpoint.checkpoint is unsloth_checkpoint
+
+
+def test_a_replaced_checkpoint_function_is_named_and_left_alone(framework, monkeypatch):
+    """ArcticTraining#373 patches what non-reentrant checkpointing never calls."""
+
+    class OffloadingFunction(torch.utils.checkpoint.CheckpointFunction):
+        pass
+
+    monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", OffloadingFunction)
+    with pytest.warns(UserWarning, match="CheckpointFunction was already replaced by test_torch_patch.*Offloading"):
+        patch = lowtide.patch_torch()
+    framework.activation_checkpoint(torch.tanh, torch.ones(3, requires_grad=True), use_reentrant=True)
+    assert patch.calls == 1
+    assert torch.utils.checkpoint.CheckpointFunction is OffloadingFunction
+    patch.remove()
+    assert torch.utils.checkpoint.CheckpointFunction is OffloadingFunction
+
+
+def test_where_warnings_are_errors_nothing_is_replaced(framework, monkeypatch):
+    monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", torch.autograd.Function)
+    with pytest.raises(UserWarning, match=r"already replaced by torch\.autograd\.function"):
+        lowtide.patch_torch()  # pytest makes errors of warnings
+    assert framework.activation_checkpoint is GENUINE["checkpoint"]
+
+
+def test_a_name_from_before_somebody_elses_patch_is_answered(framework, monkeypatch):
+    x = torch.ones(3, requires_grad=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.utils.checkpoint, "checkpoint", lambda function, *args, **_: function(*args))
+        with pytest.warns(UserWarning, match="already replaced"):
+            outer = lowtide.patch_torch()
+        inner = lowtide.patch_torch()
+        framework.activation_checkpoint(torch.tanh, x)
+        assert (outer.calls, inner.calls) == (0, 1)
+        outer.remove()
+        framework.activation_checkpoint(torch.tanh, x)
+        assert inner.calls == 2
+        inner.remove()
+        assert framework.activation_checkpoint is GENUINE["checkpoint"]
+
+
+def test_a_patch_that_looks_at_the_name_first(framework, monkeypatch):
+    """unsloth_zoo compares `checkpoint.__name__` with its own before it patches or unpatches."""
+    with lowtide.patch_torch():
+        framework.activation_checkpoint(torch.tanh, torch.ones(3, requires_grad=True))
+        assert torch.utils.checkpoint.checkpoint.__name__ == "checkpoint"
+
+
+def test_copies_and_pickles_of_a_model_hold_a_name_not_a_patch(framework):
+    model = nn.Linear(2, 2)
+    with lowtide.patch_torch() as patch:
+        model.run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        model.run(torch.tanh, torch.ones(3, requires_grad=True))
+        copied, pickled = copy.deepcopy(model), pickle.dumps(model.run)
+    copied.run(torch.tanh, torch.ones(3, requires_grad=True))
+    assert patch.calls == 1
+    assert pickle.loads(pickled).func is GENUINE["checkpoint"]  # noqa: S301  (its own)
 
 
 def test_a_patch_over_ours_stays_and_ours_steps_aside(framework, monkeypatch):

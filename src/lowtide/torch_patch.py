@@ -5,13 +5,18 @@ The replacement is an object that knows what it replaced. It is put wherever a l
 DeepSpeed's own). Removing it puts back, place by place, what was there, also in modules that imported the name
 meanwhile; references that survive elsewhere pass calls on.
 
-Patches stack: one made inside another is on top, and may be removed in any order.
+Patches stack: one made inside another is on top, and may be removed in any order. Somebody else's patch that is found
+underneath is named in a warning and left as it is: it answers no call while ours is in force. Names that mean torch's
+own function still, because they were imported before that patch, are answered as well.
 """
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 import sys
 import threading
+import types
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,13 +26,19 @@ from lowtide.stores import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType, TracebackType
+    from types import TracebackType
     from typing import Self
 
     from lowtide.stores import Store
 
-_OTHERS = (("deepspeed.runtime.activation_checkpointing.checkpointing", "checkpoint"),)
-"""Functions of other packages that do what torch's does; replaced with it if they are loaded."""
+_REPLACED = (
+    ("torch.utils.checkpoint", "checkpoint"),
+    ("deepspeed.runtime.activation_checkpointing.checkpointing", "checkpoint"),
+)
+"""Torch's function, and those of other packages that do the same; replaced if they are loaded."""
+
+_BYPASSED = (("torch.utils.checkpoint", "CheckpointFunction"),)
+"""What the replaced functions would have used: whoever patches it instead is not asked any more."""
 
 _installing = threading.RLock()
 
@@ -66,12 +77,14 @@ class TorchPatch:
 
     def install(self) -> None:
         with _installing:
-            for module_name, name in (("torch.utils.checkpoint", "checkpoint"), *_OTHERS):
-                module = sys.modules.get(module_name)
-                if module is not None:
-                    below = module.__dict__[name]
-                    _name_foreign(module_name, below)
-                    self._put_everywhere(_Replacement(self, below))
+            # all warnings first: where they are errors, nothing has been replaced yet
+            for module_name, name in (*_REPLACED, *_BYPASSED):
+                if module_name in sys.modules:
+                    _name_foreign(module_name, name)
+            for module_name, name in _REPLACED:
+                if module_name in sys.modules:
+                    for below in _current_and_genuine(module_name, name):
+                        self._put_everywhere(_Replacement(self, below))
 
     def remove(self) -> None:
         """Put everything back. Doing it twice is fine."""
@@ -109,9 +122,10 @@ class TorchPatch:
 
 
 class _Replacement:
-    """Stands where a checkpoint function stood."""
+    """Stands where a checkpoint function stood, under its name: other patches look at `__name__` before they act."""
 
     def __init__(self, patch: TorchPatch, below: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, below, updated=())
         self.is_active = True
         self._below = below
         self._patch = patch
@@ -129,6 +143,14 @@ class _Replacement:
         self.tell()
         return self._patch.run(function, args, kwargs)
 
+    def __deepcopy__(self, _: Any) -> Self:
+        """As a function is copied: a model's copy is not patched for longer than the model."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        """As a function is pickled: by name."""
+        return pkgutil.resolve_name, (":".join(map(str, _origin(self))),)
+
     def tell(self) -> None:
         """A call came by: patches further down would have answered it."""
         self._patch.was_reached = True
@@ -136,7 +158,7 @@ class _Replacement:
             self.below.tell()
 
 
-def _holders(value: Any) -> list[tuple[ModuleType, str]]:
+def _holders(value: Any) -> list[tuple[types.ModuleType, str]]:
     """All names of loaded modules that mean this very object."""
     return [
         (module, name)
@@ -146,14 +168,32 @@ def _holders(value: Any) -> list[tuple[ModuleType, str]]:
     ]
 
 
-def _name_foreign(module_name: str, function: Any) -> None:
-    if isinstance(function, _Replacement):
+def _current_and_genuine(module_name: str, name: str) -> list[Any]:
+    """What a module's name means now, and the function that the module defined, if that is held somewhere still."""
+    current = sys.modules[module_name].__dict__[name]
+    found = {id(current): current}
+    for module in list(sys.modules.values()):
+        for held in list(getattr(module, "__dict__", {}).values()):
+            # looked at by type: `isinstance` and `getattr` would wake lazy modules
+            if type(held) in (types.FunctionType, _Replacement) and _origin(held) == (module_name, name):
+                found[id(held)] = held
+    return list(found.values())
+
+
+def _origin(function: Any) -> tuple[str | None, str]:
+    """The module that defined it, and its name there."""
+    return getattr(function, "__module__", None), getattr(function, "__qualname__", repr(function))
+
+
+def _name_foreign(module_name: str, name: str) -> None:
+    held = sys.modules[module_name].__dict__[name]
+    if isinstance(held, _Replacement):
         return
-    origin = getattr(function, "__module__", None)
+    origin, its_name = _origin(held)
     if origin != module_name:
         warnings.warn(
-            f"lowtide: {module_name}.checkpoint was already replaced by {origin}."
-            f"{getattr(function, '__qualname__', function)}: Lowtide's patch goes on top, and removing it brings that "
-            "back",
+            f"lowtide: {module_name}.{name} was already replaced by {origin}.{its_name}: it is left as it is, but "
+            "Lowtide's patch goes on top and answers every call, so what it does (offload, most often) does not happen "
+            "until Lowtide's patch is removed",
             stacklevel=4,
         )
