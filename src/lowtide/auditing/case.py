@@ -1,0 +1,155 @@
+"""One set-up of one model, with everything that its checks look at; what is expensive is run when first asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.auditing.comparing import compare, errors_of, largest_of
+from lowtide.auditing.names import named_parameters
+from lowtide.auditing.plain import copy_of, without_torch_checkpoint
+from lowtide.auditing.step import Observation, observe
+from lowtide.auditing.verdicts import Check, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from lowtide.auditing.comparing import Comparison
+    from lowtide.auditing.setups import Installed, Setup
+    from lowtide.auditing.step import Experiment
+
+
+class Reference:
+    """The plain model: run twice, and in double precision if a doubt asks for it."""
+
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        self.model = model
+        self.experiment = experiment
+        self._with_only: dict[frozenset[str], Observation] = {}
+        self.first = self.observe(model, experiment)
+        self.own_errors = errors_of(self.first.gradients, self.observe(model, experiment).gradients)
+
+    @staticmethod
+    def observe(model: nn.Module, experiment: Experiment) -> Observation:
+        with without_torch_checkpoint():
+            return observe(model, experiment)
+
+    @property
+    def is_vacuous(self) -> bool:
+        return largest_of(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
+
+    @property
+    def own_error(self) -> float:
+        return max(self.own_errors.values(), default=0.0)
+
+    def with_only(self, names: frozenset[str]) -> Observation:
+        """The plain model with these weights trained and everything else frozen."""
+        if names not in self._with_only:
+            with only_trained(self.model, names):
+                self._with_only[names] = self.observe(self.model, self.experiment)
+        return self._with_only[names]
+
+    @functools.cached_property
+    def zero_by_mathematics(self) -> set[str]:
+        """Parameters whose gradient vanishes in double precision: what single precision computes is rounding."""
+        twin = copy_of(self.model).double()
+        batch = _doubled(self.experiment.batch)
+        gradients = self.observe(twin, dataclasses.replace(self.experiment, batch=batch)).gradients
+        largest = largest_of(gradients)
+        return {
+            name
+            for name, gradient in gradients.items()
+            if gradient is None or float(torch.nan_to_num(gradient).abs().max()) <= 1e-11 * largest
+        }
+
+
+@dataclasses.dataclass
+class Case:
+    """A set-up, the plain reference, and what was seen."""
+
+    setup: Setup
+    source: nn.Module
+    reference: Reference
+    expects_offload: bool
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.reference.experiment
+
+    @functools.cached_property
+    def seen(self) -> Observation:
+        return observe(self.install().model, self.experiment)
+
+    @property
+    def plain(self) -> Observation:
+        return self.reference.first
+
+    def install(self) -> Installed:
+        """The set-up in force: on a fresh copy, or on the model itself if it is judged as it is."""
+        model = self.source if self.setup.configure is None else copy_of(self.source)
+        return self.setup.install(model)
+
+    @property
+    def recomputed(self) -> set[str]:
+        """Modules that ran in backward more often than in the reference's."""
+        before = self.plain.backward_calls
+        return {name for name, calls in self.seen.backward_calls.items() if calls > before[name]}
+
+    def blocks(self) -> Iterator[str]:
+        return (block for stack in self.experiment.stacks for block in stack.blocks)
+
+    def compare(self, seen: Observation) -> tuple[Comparison, list[str]]:
+        """Against the reference; and the names that were acquitted because their true gradient is zero."""
+        return judged(self.reference, self.plain, seen)
+
+    def check(self, name: str, verdict: Verdict, summary: str, *, remedy: str | None = None, **evidence: Any) -> Check:
+        return Check(
+            name=name, mode=self.setup.name, verdict=verdict, summary=summary, evidence=evidence, remedy=remedy
+        )
+
+
+def judged(reference: Reference, expected: Observation, seen: Observation) -> tuple[Comparison, list[str]]:
+    comparison = compare(expected.gradients, seen.gradients, reference.own_errors)
+    suspects = comparison.suspects
+    if not suspects:
+        return comparison, []
+    zeros = sorted(set(suspects) & _zeros(reference))
+    comparison.acquit(set(zeros))
+    return comparison, zeros
+
+
+def _zeros(reference: Reference) -> set[str]:
+    """Empty if the model cannot run in double precision: then the noise floor alone decides."""
+    try:
+        return reference.zero_by_mathematics
+    except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
+        return set()
+
+
+def _doubled(batch: Any) -> Any:
+    from torch.utils import _pytree as pytree
+
+    def double(value: Any) -> Any:
+        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return pytree.tree_map(double, batch)
+
+
+@contextlib.contextmanager
+def only_trained(model: nn.Module, names: frozenset[str]) -> Iterator[None]:
+    """These parameters need gradients, no others do."""
+    before = [(parameter, parameter.requires_grad) for _, parameter in named_parameters(model)]
+    for name, parameter in named_parameters(model):
+        if parameter.is_floating_point():
+            parameter.requires_grad_(name in names)
+    try:
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)

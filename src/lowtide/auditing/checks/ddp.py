@@ -1,0 +1,47 @@
+"""Will DDP accept it? It counts on one accumulation per parameter, of parameters that the loss's graph shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.auditing.names import some
+from lowtide.auditing.verdicts import Check, Verdict
+
+if TYPE_CHECKING:
+    from lowtide.auditing.case import Case
+
+_REMEDY = "use_reentrant=False, or lowtide.apply: then there is one graph, and each parameter is ready once"
+
+
+def ready_for_ddp(case: Case) -> Check:
+    plain, seen = case.plain, case.seen
+    twice = {name: n for name, n in seen.accumulations.items() if n > max(1, plain.accumulations[name])}
+    hidden = sorted(name for name in seen.accumulations if name in plain.in_graph and name not in seen.in_graph)
+    if twice:
+        return case.check(
+            "DDP readiness",
+            Verdict.FAIL,
+            f"{len(twice)} parameters are accumulated into several times in one backward, "
+            f"{next(iter(twice))} {next(iter(twice.values()))} times: DDP marks them ready twice, or sends too early",
+            remedy=_REMEDY,
+            accumulations=dict(list(twice.items())[:8]),
+            count=len(twice),
+        )
+    if hidden:
+        return case.check(
+            "DDP readiness",
+            Verdict.FAIL,
+            f"{len(hidden)} parameters get gradients that the loss's graph does not show: with "
+            "find_unused_parameters=True DDP marks them ready twice",
+            remedy=_REMEDY,
+            hidden=some(hidden),
+            count=len(hidden),
+        )
+    if not seen.accumulations:
+        return case.check("DDP readiness", Verdict.INCONCLUSIVE, "no parameter was accumulated into")
+    return case.check(
+        "DDP readiness",
+        Verdict.PASS,
+        f"each of {len(seen.accumulations)} parameters is accumulated into once",
+        parameters=len(seen.accumulations),
+    )

@@ -1,0 +1,73 @@
+"""Adapters on a frozen base: do they still get their gradients?
+
+LoRA's graph is that of a model in which a few weights inside the blocks train, and nothing before them does: the first
+block's input needs no gradient. So the weights of the blocks' linear layers train here, in every stack (those of a
+vision tower too), and everything else is frozen. The reference trains the same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lowtide.auditing.case import judged, only_trained
+from lowtide.auditing.names import named_modules, some
+from lowtide.auditing.step import observe
+from lowtide.auditing.verdicts import Check, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lowtide.auditing.case import Case
+
+NAME = "adapters on a frozen base"
+
+
+def frozen_base(case: Case) -> Check:
+    names = _weights_in_blocks(case)
+    if not names:
+        return case.check(NAME, Verdict.NOT_APPLICABLE, "no linear layer in a block of the model")
+    plain = case.reference.with_only(names)
+    with _installed_with(case, names) as model:
+        seen = observe(model, case.experiment)
+    if not any(gradient is not None and bool(gradient.any()) for gradient in plain.gradients.values()):
+        return case.check(NAME, Verdict.INCONCLUSIVE, "the plain model gives these weights no gradient either")
+    comparison, zeros = judged(case.reference, plain, seen)
+    bad = comparison.suspects
+    if bad:
+        return case.check(
+            NAME,
+            Verdict.FAIL,
+            f"{len(comparison.lost)} of {len(names)} adapter weights get no gradient, "
+            f"{len(comparison.different)} a wrong one: {', '.join(some(bad, 3))}",
+            remedy="a reentrant checkpoint needs an input that needs a gradient, and a tower has none: "
+            "use_reentrant=False, or lowtide.apply",
+            lost=some(comparison.lost),
+            different=dict(list(comparison.different.items())[:8]),
+            count=len(bad),
+        )
+    return case.check(
+        NAME,
+        Verdict.PASS,
+        f"{len(names)} weights in blocks train on a frozen base, with the plain model's gradients",
+        count=len(names),
+        zero_by_mathematics=zeros,
+    )
+
+
+def _weights_in_blocks(case: Case) -> frozenset[str]:
+    prefixes = tuple(f"{block}." for block in case.blocks() if case.plain.forward_calls[block])
+    return frozenset(
+        f"{name}.weight"
+        for name, module in named_modules(case.reference.model)
+        if isinstance(module, nn.Linear) and name.startswith(prefixes) and module.weight.is_floating_point()
+    )
+
+
+@contextlib.contextmanager
+def _installed_with(case: Case, names: frozenset[str]) -> Iterator[nn.Module]:
+    """Weights are frozen before the set-up is installed, as one does with LoRA."""
+    with only_trained(case.source, names):
+        yield case.install().model

@@ -1,0 +1,85 @@
+"""Is a change of a saved tensor noticed?
+
+The input of a block is changed in place between forward and backward. Autograd refuses the backward then. An engine
+whose hooks lost that check would go on with a wrong gradient; one that had copied the input before may go on with the
+right one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.auditing.comparing import compare
+from lowtide.auditing.names import named_modules
+from lowtide.auditing.step import gradients_of
+from lowtide.auditing.verdicts import Check, Verdict
+
+if TYPE_CHECKING:
+    from lowtide.auditing.case import Case
+
+NAME = "in-place changes"
+
+
+def refused(case: Case) -> Check:
+    block = next((name for name in reversed(list(case.blocks())) if name in case.recomputed), None)
+    if block is None:
+        return case.check(NAME, Verdict.NOT_APPLICABLE, "no block is recomputed")
+    model = case.install().model
+    vandal = Vandal(model, block)
+    try:
+        gradients = gradients_of(model, case.experiment, vandal.strike)
+    except RuntimeError as error:
+        return _noticed(case, vandal, error)
+    finally:
+        vandal.handle.remove()
+    if not vandal.has_struck:
+        return case.check(NAME, Verdict.PASS, f"the input of {block} is out of reach after forward", block=block)
+    comparison = compare(case.plain.gradients, gradients, case.reference.own_errors)
+    if comparison.suspects:
+        return case.check(
+            NAME,
+            Verdict.FAIL,
+            f"the input of {block} was changed after forward, and backward went on with wrong gradients",
+            remedy="saved-tensor hooks that pass a tensor through switch autograd's own check off: compare versions "
+            "on unpack",
+            block=block,
+            wrong=len(comparison.suspects),
+        )
+    return case.check(NAME, Verdict.PASS, f"a change of {block}'s input does no harm", block=block)
+
+
+def _noticed(case: Case, vandal: Vandal, error: RuntimeError) -> Check:
+    if not vandal.has_struck:
+        raise error
+    message = str(error).strip().splitlines()[0][:160]
+    return case.check(NAME, Verdict.PASS, f"a change of {vandal.block}'s input is refused", error=message)
+
+
+class Vandal:
+    """Changes a block's input after forward, if it is still there."""
+
+    def __init__(self, model: nn.Module, block: str) -> None:
+        self.block = block
+        self.has_struck = False
+        self._input: weakref.ref[Tensor] | None = None
+        module = dict(named_modules(model))[block]
+        self.handle = module.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
+
+    def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.grad_fn is not None]
+        if self._input is None and inputs:
+            self._input = weakref.ref(inputs[0])
+
+    def strike(self) -> None:
+        tensor = self._input() if self._input is not None else None
+        if tensor is not None:
+            self.has_struck = True
+            with torch.no_grad():
+                tensor.add_(1.0)

@@ -1,0 +1,122 @@
+"""Can it be switched on twice, off again, copied and pickled?"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import pickle
+from typing import TYPE_CHECKING
+
+from lowtide.auditing.comparing import compare
+from lowtide.auditing.setups import Installed, Setup
+from lowtide.auditing.step import observe
+from lowtide.auditing.verdicts import Check, Verdict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.auditing.case import Case
+
+
+def idempotent(case: Case) -> Check:
+    """Setting a model up twice is setting it up once: as many recomputations, as many hooks."""
+    name = "idempotent"
+    if case.setup.configure is None:
+        return case.check(name, Verdict.NOT_APPLICABLE, "the model is judged as it is")
+    once = case.install()
+    hooks = _hooks(once.model)
+    twice = case.setup.install(once.model)
+    seen = observe(twice.model, case.experiment)
+    counts = {block: seen.backward_calls[block] for block in case.blocks()}
+    before = {block: case.seen.backward_calls[block] for block in case.blocks()}
+    grown = {kind: n - hooks[kind] for kind, n in _hooks(twice.model).items() if n > hooks[kind]}
+    wrong = compare(case.seen.gradients, seen.gradients).suspects
+    if counts != before or wrong or grown:
+        what = "hooks pile up" if grown and counts == before and not wrong else "it acts twice"
+        return case.check(
+            name,
+            Verdict.FAIL,
+            f"switched on twice, {what}",
+            remedy="remember what is installed, and install it once",
+            new_hooks=dict(grown),
+            wrong_gradients=len(wrong),
+        )
+    return case.check(name, Verdict.PASS, "switched on twice, it acts once")
+
+
+def reversible(case: Case) -> Check:
+    name = "reversible"
+    if case.setup.configure is None:
+        return case.check(name, Verdict.NOT_APPLICABLE, "the model is judged as it is")
+    installed = case.install()
+    if not installed.can_be_undone:
+        return case.check(
+            name,
+            Verdict.NOT_APPLICABLE,
+            "nothing was said about how it is switched off: let configure return an object with remove()",
+        )
+    hooks = _hooks(case.source)
+    installed.undo()
+    seen = observe(installed.model, case.experiment)
+    still = sorted(block for block in case.blocks() if seen.backward_calls[block] > case.plain.backward_calls[block])
+    wrong = compare(case.plain.gradients, seen.gradients, case.reference.own_errors).suspects
+    left = {kind: n - hooks[kind] for kind, n in _hooks(installed.model).items() if n > hooks[kind]}
+    if still or wrong or left:
+        return case.check(
+            name,
+            Verdict.FAIL,
+            f"switched off, {len(still)} blocks are still run again, {len(wrong)} gradients differ and "
+            f"{sum(left.values())} hooks are left",
+            remedy="undo everything that was installed",
+            still_recomputed=still[:8],
+            hooks_left=dict(left),
+        )
+    return case.check(name, Verdict.PASS, "switched off, the model is as it was")
+
+
+def portable(case: Case) -> Check:
+    """Deep copies and pickles of a model that is set up."""
+    name = "copy and pickle"
+    plain_fails = _fails_to_pickle(case.source)
+    if case.setup.configure is not None and plain_fails is not None:
+        return case.check(name, Verdict.NOT_APPLICABLE, f"the plain model cannot be pickled either: {plain_fails}")
+    installed = case.install()
+    problem = _fails_to_pickle(installed.model)
+    if problem is None:
+        twin = Setup(case.setup.name, None).install(copy.deepcopy(installed.model))
+        problem = _wrong_gradients(case, twin)
+    if problem is not None:
+        return case.check(
+            name,
+            Verdict.FAIL,
+            f"the model can no longer be copied or pickled: {problem}",
+            remedy="closures and hooks on instances do not travel: use methods or objects with __deepcopy__",
+            error=problem,
+        )
+    return case.check(name, Verdict.PASS, "deep copy and pickle work, and a copy's gradients are right")
+
+
+def _wrong_gradients(case: Case, twin: Installed) -> str | None:
+    seen = observe(twin.model, case.experiment)
+    wrong = compare(case.plain.gradients, seen.gradients, case.reference.own_errors).suspects
+    already = compare(case.plain.gradients, case.seen.gradients, case.reference.own_errors).suspects
+    new = [name for name in wrong if name not in already]
+    return f"a copy has {len(new)} wrong gradients" if new else None
+
+
+def _fails_to_pickle(model: nn.Module) -> str | None:
+    try:
+        pickle.dump(model, io.BytesIO())
+        copy.deepcopy(model)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"[:200]
+    return None
+
+
+def _hooks(model: nn.Module) -> collections.Counter[str]:
+    counts: collections.Counter[str] = collections.Counter()
+    for module in model.modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            counts[kind] += len(getattr(module, kind))
+    return counts

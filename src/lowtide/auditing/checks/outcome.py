@@ -1,0 +1,107 @@
+"""Does the forward compute the same: outputs, losses (a router's too), buffers, random draws?"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide.auditing.comparing import TOLERANCES
+from lowtide.auditing.names import some
+from lowtide.auditing.verdicts import Check, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.auditing.case import Case
+
+
+def outputs(case: Case) -> Check:
+    plain, seen = case.plain.outputs, case.seen.outputs
+    wrong = [name for name, tensor in plain.items() if name in seen and not _close(tensor, seen[name])]
+    if not _close(case.plain.loss, case.seen.loss):
+        wrong.insert(0, "the loss")
+    absent = [name for name in plain if name not in seen]
+    if wrong:
+        return case.check(
+            "outputs",
+            Verdict.FAIL,
+            f"differ: {', '.join(some(wrong, 4))}",
+            remedy="checkpointing must not change what forward computes: look at what the set-up replaces",
+            different=some(wrong),
+            loss=float(case.seen.loss),
+            expected_loss=float(case.plain.loss),
+        )
+    note = f"; not returned: {', '.join(some(absent, 4))}" if absent else ""
+    return case.check(
+        "outputs",
+        Verdict.PASS,
+        f"loss and {len(plain) - len(absent)} outputs are the same{note}",
+        loss=float(case.seen.loss),
+        absent=some(absent),
+    )
+
+
+def buffers(case: Case) -> Check:
+    plain, seen = case.plain.buffers, case.seen.buffers
+    start = {name for name, buffer in plain.items() if name in seen}
+    wrong = [name for name in start if not _close(plain[name], seen[name])]
+    if not start:
+        return case.check("buffers", Verdict.NOT_APPLICABLE, "the model has no buffers")
+    if wrong:
+        return case.check(
+            "buffers",
+            Verdict.FAIL,
+            f"{len(wrong)} buffers are not what one forward makes of them: {', '.join(some(sorted(wrong), 3))}",
+            remedy="statistics are updated again by the recomputation: lower the momentum to its square root, or "
+            "leave these blocks out",
+            different=some(sorted(wrong)),
+            count=len(wrong),
+        )
+    return case.check("buffers", Verdict.PASS, f"{len(start)} buffers as after one forward", count=len(start))
+
+
+def randomness(case: Case) -> Check:
+    """Every number drawn in a recomputation must be one that the same block drew in forward."""
+    again = {name for name in case.recomputed if case.seen.forward_draws.get(name)}
+    if not again:
+        return case.check(
+            "random state",
+            Verdict.NOT_APPLICABLE,
+            "no recomputed block draws random numbers (dropout=0.1 makes it)",
+        )
+    wrong = [name for name in again if _new_draws(case, name)]
+    if wrong:
+        return case.check(
+            "random state",
+            Verdict.FAIL,
+            f"dropout masks of the recomputation are others than in forward: {', '.join(some(sorted(wrong), 3))}",
+            remedy="preserve_rng_state=True (accelerate's FSDP2 wrapper passes False)",
+            blocks=some(sorted(wrong)),
+            count=len(wrong),
+        )
+    draws = sum(len(case.seen.backward_draws.get(name, ())) for name in again)
+    return case.check(
+        "random state",
+        Verdict.PASS,
+        f"{draws} draws repeated in {len(again)} blocks, each with the numbers of forward",
+        draws=draws,
+    )
+
+
+def _new_draws(case: Case, block: str) -> collections.Counter[int]:
+    forward = collections.Counter(case.seen.forward_draws[block])
+    return collections.Counter(case.seen.backward_draws.get(block, ())) - forward
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point():
+        return False
+    tolerance = TOLERANCES.get(one.dtype, 1e-4)
+    scale = float(torch.nan_to_num(one).abs().max())
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

@@ -1,0 +1,106 @@
+"""Are the blocks run again in backward: all of them, once per call?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide.auditing.names import some
+from lowtide.auditing.stacks import ancestors
+from lowtide.auditing.verdicts import Check, Verdict
+
+if TYPE_CHECKING:
+    from lowtide.auditing.case import Case
+    from lowtide.auditing.stacks import Stack
+
+_SHARE = 0.05
+"""A stack that holds less than this share of the memory is mentioned, not failed."""
+
+
+def recomputed(case: Case) -> Check:
+    stacks = [summary for stack in case.experiment.stacks if (summary := _of_stack(case, stack)) is not None]
+    missed = [stack for stack in stacks if stack["not_recomputed"] and stack["share_of_memory"] >= _SHARE]
+    repeated = _repeated(case)
+    if not stacks:
+        return case.check(
+            "recomputed",
+            Verdict.NOT_APPLICABLE,
+            "no stack of blocks ran with gradients",
+            remedy="judge by memory; or name the blocks if the model has some",
+        )
+    if not any(stack["recomputed"] for stack in stacks):
+        return _nothing(case, stacks)
+    if missed or repeated:
+        findings = [_missed(stack) for stack in missed]
+        findings += [f"{name} ran {again} times for {calls} calls" for name, (again, calls) in repeated]
+        return case.check(
+            "recomputed",
+            Verdict.FAIL,
+            "; ".join(findings),
+            remedy="pass these layers to the checkpoint function too, in their own class (the model's code), or use "
+            "lowtide.apply, which finds them",
+            stacks=stacks,
+            repeated={name: list(counts) for name, counts in repeated},
+        )
+    blocks = sum(stack["recomputed"] for stack in stacks)
+    names = ", ".join(f"{stack['name']} x{stack['recomputed']}" for stack in stacks)
+    return case.check("recomputed", Verdict.PASS, f"{blocks} blocks ran again in backward: {names}", stacks=stacks)
+
+
+def _nothing(case: Case, stacks: list[dict[str, Any]]) -> Check:
+    if case.seen.total_held < 0.8 * case.plain.total_held:
+        return case.check(
+            "recomputed",
+            Verdict.NOT_APPLICABLE,
+            "no block is run again; the set-up keeps memory low in another way",
+            stacks=stacks,
+        )
+    return case.check(
+        "recomputed",
+        Verdict.FAIL,
+        "no block was run again in backward: the setting has no effect",
+        remedy="is the model in train mode, and does its code look at the flag? lowtide.apply needs neither",
+        stacks=stacks,
+    )
+
+
+def _of_stack(case: Case, stack: Stack) -> dict[str, Any] | None:
+    """What happened to a stack; None if it did not run, lies in a recomputed block, or holds recomputed parts."""
+    again = case.recomputed
+    parts = {ancestor for name in again for ancestor in ancestors(name)}
+    blocks = [name for name in stack.blocks if case.plain.forward_calls[name] and _is_trained(case, name)]
+    if len(blocks) == 0 or any(ancestor in again for ancestor in ancestors(blocks[0])):
+        return None
+    done = [name for name in blocks if name in again]
+    missed = [name for name in blocks if name not in again and name not in parts]
+    if not done and not missed:
+        return None
+    held = sum(case.plain.held_bytes[name] for name in missed)
+    return {
+        "name": stack.name,
+        "kind": stack.kind,
+        "recomputed": len(done),
+        "not_recomputed": len(missed),
+        "blocks_not_recomputed": some(missed),
+        "share_of_memory": round(held / max(1, case.plain.total_held), 4),
+    }
+
+
+def _is_trained(case: Case, block: str) -> bool:
+    prefix = f"{block}."
+    return any(gradient is not None for name, gradient in case.plain.gradients.items() if name.startswith(prefix))
+
+
+def _repeated(case: Case) -> list[tuple[str, tuple[int, int]]]:
+    """Blocks that ran more often in backward than they were called in forward."""
+    found = []
+    for name in case.blocks():
+        extra = case.seen.backward_calls[name] - case.plain.backward_calls[name]
+        if extra > case.seen.forward_calls[name] > 0:
+            found.append((name, (extra, case.seen.forward_calls[name])))
+    return found
+
+
+def _missed(stack: dict[str, Any]) -> str:
+    share = f"{100 * stack['share_of_memory']:.0f} % of the memory held"
+    count = f"{stack['not_recomputed']} of {stack['not_recomputed'] + stack['recomputed']}"
+    return f"{stack['name']}: {count} {stack['kind']} not run again ({share})"

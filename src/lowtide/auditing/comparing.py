@@ -1,0 +1,132 @@
+"""Two runs' gradients side by side, told apart from rounding noise.
+
+Equal bits need no tolerance. Where the arithmetic has another order (tiles, fused kernels), a gradient may differ by
+rounding; the floor is taken from the largest gradient of the model and from what the reference's own rerun differs by.
+A gradient that is None in one run and zero in the other is the same gradient: an expert that no token chose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Relative, by dtype: a few hundred roundings for single and double precision, a few for half."""
+NOISE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative to the model's largest gradient: below it a gradient is rounding."""
+
+
+@dataclasses.dataclass
+class Comparison:
+    """How a candidate's gradients differ from the reference's."""
+
+    lost: list[str] = dataclasses.field(default_factory=list)
+    """The reference has a gradient, the candidate None or zero."""
+    gained: list[str] = dataclasses.field(default_factory=list)
+    different: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Relative errors beyond the tolerance."""
+    noise: list[str] = dataclasses.field(default_factory=list)
+    """Differ, but no more than rounding."""
+    identical: bool = True
+    largest_error: float = 0.0
+
+    @property
+    def suspects(self) -> list[str]:
+        return [*self.lost, *self.gained, *self.different]
+
+    def acquit(self, names: set[str]) -> None:
+        """Take names out: their true gradient is zero, what was compared is rounding."""
+        self.lost = [name for name in self.lost if name not in names]
+        self.gained = [name for name in self.gained if name not in names]
+        self.different = {name: error for name, error in self.different.items() if name not in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def compare(
+    expected: dict[str, Tensor | None], found: dict[str, Tensor | None], own_errors: dict[str, float] | None = None
+) -> Comparison:
+    """`own_errors`: what the reference differs by from its own rerun."""
+    result = Comparison()
+    largest = largest_of(expected)
+    for name, reference in expected.items():
+        candidate = found.get(name)
+        if _is_nothing(reference) and _is_nothing(candidate):
+            continue
+        if reference is not None and candidate is not None and _same_bits(reference, candidate):
+            continue
+        result.identical = False
+        floor = NOISE.get(_dtype(reference, candidate), 1e-6) * largest
+        _judge(result, name, reference, candidate, floor=floor, own=(own_errors or {}).get(name, 0.0))
+    return result
+
+
+def _judge(
+    result: Comparison, name: str, reference: Tensor | None, candidate: Tensor | None, *, floor: float, own: float
+) -> None:
+    size, difference = _size(reference), _difference(reference, candidate)
+    if difference <= floor:
+        result.largest_error = max(result.largest_error, difference / max(size, floor))
+        result.noise.append(name)
+        return
+    if _is_nothing(candidate):
+        result.lost.append(name)
+        return
+    if _is_nothing(reference):
+        result.gained.append(name)
+        return
+    error = difference / size
+    result.largest_error = max(result.largest_error, error)
+    if error > max(TOLERANCES.get(_dtype(reference, candidate), 1e-4), 4 * own):
+        result.different[name] = error
+    else:
+        result.noise.append(name)
+
+
+def errors_of(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> dict[str, float]:
+    """Relative errors by name, for a noise floor."""
+    return {
+        name: _difference(reference, found.get(name)) / max(_size(reference), 1e-30)
+        for name, reference in expected.items()
+        if not _is_nothing(reference)
+    }
+
+
+def largest_of(gradients: dict[str, Tensor | None]) -> float:
+    return max((_size(gradient) for gradient in gradients.values()), default=0.0)
+
+
+def _is_nothing(gradient: Tensor | None) -> bool:
+    return gradient is None or not bool(gradient.any())
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(torch.equal(_finite(one), _finite(other)) and _same_holes(one, other))
+
+
+def _same_holes(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(torch.isfinite(one), torch.isfinite(other))
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _size(gradient: Tensor | None) -> float:
+    return 0.0 if gradient is None or not gradient.numel() else float(_finite(gradient).abs().max())
+
+
+def _difference(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None:
+        return max(_size(one), _size(other))
+    if not _same_holes(one, other):
+        return float("inf")
+    return _size(_finite(one).double() - _finite(other).double())
+
+
+def _dtype(*gradients: Tensor | None) -> torch.dtype:
+    return next(gradient.dtype for gradient in gradients if gradient is not None)

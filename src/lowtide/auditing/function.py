@@ -1,0 +1,147 @@
+"""`lowtide.audit`: the reference, the set-ups, the checks, the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lowtide.auditing.case import Case, Reference
+from lowtide.auditing.checks import ddp, frozen, gradients, in_place, lifecycle, memory, outcome, recompute
+from lowtide.auditing.errors import CannotAuditError
+from lowtide.auditing.plain import reference_of
+from lowtide.auditing.setups import setups_for
+from lowtide.auditing.stacks import find_stacks
+from lowtide.auditing.step import Experiment
+from lowtide.auditing.verdicts import AuditReport, Check, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+CHECKS: dict[str, Callable[[Case], Check]] = {
+    "recomputed": recompute.recomputed,
+    "gradients present": gradients.present,
+    "gradient values": gradients.values,
+    "experts": gradients.experts,
+    "outputs": outcome.outputs,
+    "buffers": outcome.buffers,
+    "random state": outcome.randomness,
+    "memory": memory.memory,
+    "offload": memory.offload,
+    "DDP readiness": ddp.ready_for_ddp,
+    frozen.NAME: frozen.frozen_base,
+    "idempotent": lifecycle.idempotent,
+    "reversible": lifecycle.reversible,
+    "copy and pickle": lifecycle.portable,
+    in_place.NAME: in_place.refused,
+}
+"""By name, in the order of the report."""
+
+
+def audit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    configure: Callable[[nn.Module], Any] | None = None,
+    reference: nn.Module | Callable[[nn.Module], Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    modes: Sequence[str] | None = None,
+    checks: Sequence[str] | None = None,
+    offload: bool = False,
+    dropout: float | None = None,
+    seed: int = 0,
+) -> AuditReport:
+    """Judge whether checkpointing is active and right, by running training steps on this model and this batch.
+
+    The plain model (a copy; twice) is the yardstick. Judged is the model as it is, or as `configure(model)` makes a
+    copy of it (an object with `remove()` that it returns is used to undo it); or, for a transformers model whose flag
+    is off, its own checkpointing in the given `modes` ("default", "reentrant", "non-reentrant").
+
+    `batch` is a dict of keywords, a tuple of arguments or one tensor. `loss` makes a scalar of the model's outputs;
+    without it their own loss counts, or all outputs. `reference` is a plain twin, or a function that makes a copy so.
+    `offload=True` says that bytes should leave the device: then it is a failure if none do. `dropout` sets every
+    dropout for the audit, so that random states are tested in models that have none.
+
+    The model is left as it was.
+    """
+    _check_input(model, checks)
+    setups = setups_for(model, configure, modes)
+    plain = reference_of(model, reference)
+    experiment = Experiment(batch, loss, tuple(find_stacks(plain)), seed, dropout)
+    yardstick = _run_reference(plain, experiment)
+    outcomes: list[Check] = []
+    blocks = {}
+    for setup in setups:
+        case = Case(setup, model, yardstick, offload)
+        found = _judge(case, checks)
+        outcomes.extend(found)
+        if not any(check.name == "runs" for check in found):
+            blocks[setup.name] = _blocks(case)
+    return AuditReport(model=type(model).__name__, checks=outcomes, blocks=blocks, seed=seed)
+
+
+def _check_input(model: nn.Module, checks: Sequence[str] | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise CannotAuditError(f"audit needs a torch.nn.Module, got {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise CannotAuditError(
+            f"{type(model).__name__} has no parameter that needs a gradient: there is nothing to judge"
+        )
+    unknown = [name for name in checks or () if name not in CHECKS]
+    if unknown:
+        raise CannotAuditError(f"unknown check {unknown[0]!r}: choose from {', '.join(CHECKS)}")
+
+
+def _run_reference(plain: nn.Module, experiment: Experiment) -> Reference:
+    try:
+        return Reference(plain, experiment)
+    except CannotAuditError:
+        raise
+    except Exception as error:
+        raise CannotAuditError(
+            f"the plain model fails on this batch: {type(error).__name__}: {error}. The audit needs a training step "
+            "that works: does the batch fit the model?"
+        ) from error
+
+
+def _judge(case: Case, wanted: Sequence[str] | None) -> list[Check]:
+    """All checks of one set-up. A set-up that raises fails; a check that raises later fails by itself."""
+    try:
+        _ = case.seen
+    except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
+        return [_raised(case, "runs", error)]
+    return [_one(case, name, check) for name, check in CHECKS.items() if wanted is None or name in wanted]
+
+
+def _one(case: Case, name: str, check: Callable[[Case], Check]) -> Check:
+    try:
+        return check(case)
+    except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
+        return _raised(case, name, error)
+
+
+def _raised(case: Case, name: str, error: Exception) -> Check:
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    return case.check(
+        name,
+        Verdict.FAIL,
+        f"the plain model trains, this set-up raises {type(error).__name__}: {first}",
+        remedy="lowtide.apply needs no support by the model's code; try it with configure=",
+        error=f"{type(error).__name__}: {first}",
+    )
+
+
+def _blocks(case: Case) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "stack": stack.name,
+            "forward": case.seen.forward_calls[name],
+            "backward": case.seen.backward_calls[name],
+            "plain_bytes": case.plain.held_bytes[name],
+            "bytes": case.seen.held_bytes[name],
+        }
+        for stack in case.experiment.stacks
+        for name in stack.blocks
+        if case.plain.forward_calls[name]
+    ]

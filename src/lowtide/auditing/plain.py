@@ -1,0 +1,73 @@
+"""The reference: a copy of the model in which nothing is recomputed.
+
+A copy with its own checkpointing flag off, run while torch's `checkpoint` simply calls its function: so also models
+whose code calls it themselves have a plain run to be compared with. The replacement is in force in this thread's run
+only for as long as the run takes, and every name is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from lowtide.auditing.errors import CannotAuditError
+from lowtide.auditing.setups import disable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise CannotAuditError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the audit compares "
+            "copies: pass reference=, a second model with the same weights"
+        ) from error
+
+
+def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], Any] | None) -> nn.Module:
+    """A plain twin: the one given, or a copy, made plain by the function given or by its own flag."""
+    if isinstance(reference, nn.Module):
+        return reference
+    twin = copy_of(model)
+    if reference is not None:
+        made = reference(twin)
+        return made if isinstance(made, nn.Module) else twin
+    disable(twin)
+    return twin
+
+
+@contextlib.contextmanager
+def without_torch_checkpoint() -> Iterator[None]:
+    """Torch's checkpoint calls its function and does nothing else."""
+    original = torch.utils.checkpoint.checkpoint
+    options = set(inspect.signature(original).parameters) - {"function", "args", "kwargs"}
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+    places = _holders(original)
+    for module, name in places:
+        setattr(module, name, call)
+    try:
+        yield
+    finally:
+        for module, name in _holders(call):
+            setattr(module, name, original)
+
+
+def _holders(value: Any) -> list[tuple[Any, str]]:
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        for name, held in list(getattr(module, "__dict__", {}).items())
+        if held is value
+    ]

@@ -1,0 +1,64 @@
+"""Repeated blocks of a model, found by structure: what one would expect to be recomputed.
+
+A stack is a container with at least two children of one class that have parameters and parts of their own: a text
+model's layers, the blocks of a vision tower, an encoder's stages. Found independently of any engine, so that a stack
+that an engine forgot is seen.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lowtide.auditing.names import plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_FEWEST = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Blocks of one class in one container."""
+
+    name: str
+    kind: str
+    blocks: tuple[str, ...]
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """Every stack, outer ones first. Stacks inside blocks (experts, inner stages) are stacks of their own."""
+    return [
+        Stack(plain_name(name), kind, tuple(blocks))
+        for name, module in model.named_modules()
+        if isinstance(module, _CONTAINERS)
+        for kind, blocks in _blocks_by_class(name, module).items()
+        if len(blocks) >= _FEWEST
+    ]
+
+
+def _blocks_by_class(name: str, container: nn.Module) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for key, child in container.named_children():
+        inner = unwrapped(child)
+        if next(inner.parameters(), None) is not None and next(inner.children(), None) is not None:
+            found[type(inner).__name__].append(plain_name(f"{name}.{key}" if name else key))
+    return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The block inside a checkpoint wrapper."""
+    inner = getattr(module, "_checkpoint_wrapped_module", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """`a.b.c` lies in `a.b` and in `a`."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name

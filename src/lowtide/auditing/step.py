@@ -1,0 +1,219 @@
+"""One training step, observed: forward, loss, backward, from the same weights, buffers and random state each time.
+
+The model is left as it was: gradients, buffers, mode and the caller's random state are put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.auditing.instruments import Accumulations, Calls, Operators, in_the_graph_of
+from lowtide.auditing.names import named_buffers, named_parameters
+from lowtide.auditing.objective import objective, tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lowtide.auditing.instruments import Held
+    from lowtide.auditing.stacks import Stack
+
+
+@dataclasses.dataclass
+class Observation:
+    """Everything that the checks go by."""
+
+    loss: Tensor
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    forward_calls: collections.Counter[str]
+    backward_calls: collections.Counter[str]
+    held_bytes: collections.Counter[str]
+    """Alive after forward, by block; what lies outside of blocks has no name."""
+    inputs: dict[str, list[tuple[int, bool]]]
+    """By block: bytes of its inputs, and whether they are still in memory after forward."""
+    most_restored_alive: int
+    forward_draws: dict[str, list[int]]
+    backward_draws: dict[str, list[int]]
+    accumulations: collections.Counter[str]
+    in_graph: set[str]
+
+    @property
+    def recomputed(self) -> set[str]:
+        return {name for name, calls in self.backward_calls.items() if calls}
+
+    @property
+    def total_held(self) -> int:
+        return sum(self.held_bytes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What is run: the same for the reference and for every candidate."""
+
+    batch: Any
+    loss: Callable[[Any], Tensor] | None
+    stacks: tuple[Stack, ...]
+    seed: int
+    dropout: float | None
+
+    def call(self, model: nn.Module) -> Any:
+        """The model's outputs on a copy of the batch."""
+        batch = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.copy(x), self.batch)
+        if isinstance(batch, dict):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
+
+    def scalar(self, outputs: Any) -> Tensor:
+        return objective(outputs, self.loss)
+
+    @contextlib.contextmanager
+    def prepared(self, model: nn.Module) -> Iterator[None]:
+        """Train mode, dropout as asked for, no gradients, the seed; everything as before at the end."""
+        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        modes = [(module, module.training) for module in model.modules()]
+        with _random_state(model), _dropout(model, self.dropout):
+            model.train()
+            for parameter, _ in gradients:
+                parameter.grad = None
+            _set_seed(self.seed)
+            try:
+                yield
+            finally:
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+                with torch.no_grad():
+                    for buffer, before in buffers:
+                        buffer.copy_(before)
+                for module, mode in modes:
+                    module.training = mode
+
+
+def observe(model: nn.Module, experiment: Experiment) -> Observation:
+    """Run one step and write down what happened."""
+    known = [*model.parameters(), *model.buffers()]
+    calls = Calls(model, {block for stack in experiment.stacks for block in stack.blocks})
+    operators = Operators(calls, device_of(model), known)
+    with experiment.prepared(model), Accumulations(model) as accumulations, calls, operators:
+        outputs = experiment.call(model)
+        loss = experiment.scalar(outputs)
+        kept = {name: tensor.detach().clone() for name, tensor in tensors_of(outputs).items()}
+        del outputs
+        in_graph = in_the_graph_of(loss, model)
+        held_bytes = operators.alive_bytes()
+        inputs = {name: _alive(held) for name, held in calls.inputs.items()}
+        for tensor in kept.values():
+            held_bytes[""] -= tensor.untyped_storage().nbytes()  # ours
+        calls.in_backward = True
+        loss.backward()  # type: ignore[no-untyped-call]
+        return Observation(
+            loss=loss.detach().clone(),
+            outputs=kept,
+            gradients={name: _copied(parameter.grad) for name, parameter in named_parameters(model)},
+            buffers={name: buffer.detach().clone() for name, buffer in named_buffers(model)},
+            forward_calls=calls.forward,
+            backward_calls=collections.Counter({**calls.backward, **_runs_of_blocks(calls, experiment)}),
+            held_bytes=held_bytes,
+            inputs=inputs,
+            most_restored_alive=calls.most_restored_alive,
+            forward_draws=dict(operators.forward_draws),
+            backward_draws=dict(operators.backward_draws),
+            accumulations=accumulations.counts,
+            in_graph=in_graph,
+        )
+
+
+def gradients_of(model: nn.Module, experiment: Experiment, meddle: Callable[[], None]) -> dict[str, Tensor | None]:
+    """The gradients of a step in which something is done between forward and backward."""
+    with experiment.prepared(model):
+        loss = experiment.scalar(experiment.call(model))
+        meddle()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {name: _copied(parameter.grad) for name, parameter in named_parameters(model)}
+
+
+def _runs_of_blocks(calls: Calls, experiment: Experiment) -> dict[str, int]:
+    return {block: calls.runs_in_backward(block) for stack in experiment.stacks for block in stack.blocks}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _alive(inputs: list[Held]) -> list[tuple[int, bool]]:
+    return [(held.nbytes, held.is_alive) for held in inputs]
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole.detach().clone()
+
+
+def _set_seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)  # every device's, too
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(seed)  # noqa: NPY002  (models draw from this one)
+
+
+@contextlib.contextmanager
+def _random_state(model: nn.Module) -> Iterator[None]:
+    device = device_of(model)
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    python = random.getstate()
+    numpy = _numpy_state()
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                import numpy as np
+
+                np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _numpy_state() -> Any:
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    return np.random.get_state()  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def _dropout(model: nn.Module, probability: float | None) -> Iterator[None]:
+    """Every dropout of the model at one probability: its modules, and the numbers that attention reads."""
+    changed: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules() if probability is not None else ():
+        attributes = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else _dropout_attributes(module)
+        for attribute in attributes:
+            changed.append((module, attribute, getattr(module, attribute)))
+            setattr(module, attribute, probability)
+    try:
+        yield
+    finally:
+        for module, attribute, before in changed:
+            setattr(module, attribute, before)
+
+
+def _dropout_attributes(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ("dropout" in name or name == "drop_rate") and "layer" not in name
+    ]

@@ -1,0 +1,83 @@
+"""What an audit says: one verdict per check, with the evidence for it and a remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Any
+
+
+class Verdict(enum.StrEnum):
+    PASS = "pass"  # noqa: S105  (a verdict)
+    FAIL = "fail"
+    INCONCLUSIVE = "inconclusive"
+    """The run could not tell: an experiment without force (all gradients zero) proves nothing."""
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """The outcome of one check in one mode."""
+
+    name: str
+    mode: str
+    verdict: Verdict
+    summary: str
+    """One sentence for people."""
+    evidence: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Names and numbers behind it, as plain data."""
+    remedy: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """All checks of one model."""
+
+    model: str
+    checks: list[Check]
+    blocks: dict[str, list[dict[str, Any]]]
+    """By mode: every block with its calls in forward and in backward, and the bytes that it held after forward."""
+    seed: int
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed, and at least one check passed."""
+        verdicts = {check.verdict for check in self.checks}
+        return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts
+
+    @property
+    def failures(self) -> list[Check]:
+        return [check for check in self.checks if check.verdict is Verdict.FAIL]
+
+    def __getitem__(self, name: str) -> Check:
+        """The check with this name; where there are several modes, as `"mode: name"`."""
+        for check in self.checks:
+            if name in (check.name, f"{check.mode}: {check.name}"):
+                return check
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "seed": self.seed,
+            "checks": [check.to_dict() for check in self.checks],
+            "blocks": self.blocks,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        from lowtide.auditing.formats.text import as_text
+
+        return as_text(self)
+
+    def to_html(self) -> str:  # the `html` extra
+        from lowtide.auditing.formats.html import as_html
+
+        return as_html(self)
