@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.auditing.names import named_modules, named_parameters
+from lowtide.auditing.stacks import ancestors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -100,12 +101,11 @@ class Calls:
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
         (self.backward if self.in_backward else self.forward)[name] += 1
-        if name not in self._blocks:
-            return
-        self._running.append(name)
+        if name in self._blocks:
+            self._running.append(name)
         if self.in_backward:
-            self._count_restored(name, _storages((args, kwargs), name))
-        else:
+            self._count_restored(name, (args, kwargs))
+        elif name in self._blocks:
             self.inputs.setdefault(name, []).extend(_storages((args, kwargs), name))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -113,7 +113,12 @@ class Calls:
         while self._running and self._running.pop() != name:
             pass
 
-    def _count_restored(self, name: str, inputs: list[Held]) -> None:
+    def _count_restored(self, name: str, values: Any) -> None:
+        """As a block begins to run again, known by its first part: the inputs of how many others are still there?"""
+        block = next((outer for outer in (name, *ancestors(name)) if outer in self._blocks), None)
+        if block is None or block in self._restored:
+            return
+        inputs = _storages(values, block)
         given = {held.reference.cdata for held in inputs}
         alive = [
             other
@@ -121,7 +126,7 @@ class Calls:
             if any(one.is_alive and one.reference.cdata not in given for one in held)
         ]
         self.most_restored_alive = max(self.most_restored_alive, len(alive))
-        self._restored[name] = inputs
+        self._restored[block] = inputs
 
 
 def _called_parts(name: str, children: dict[str, list[str]], calls: collections.Counter[str]) -> Iterator[str]:
@@ -161,8 +166,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = [held for held in (_held(tensor, "") for tensor in known) if held is not None]
         self._seen = {held.reference.cdata for held in self._known}
         self._held: list[Held] = []
-        self.forward_draws: dict[str, list[int]] = collections.defaultdict(list)
-        self.backward_draws: dict[str, list[int]] = collections.defaultdict(list)
+        self.forward_draws: collections.Counter[int] = collections.Counter()
+        self.backward_draws: collections.Counter[int] = collections.Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -171,7 +176,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags:
             draws = self.backward_draws if self._calls.in_backward else self.forward_draws
-            draws[self._calls.block].extend(_checksum(tensor) for tensor in tensors)
+            draws.update(_checksum(tensor) for tensor in tensors)
         if not self._calls.in_backward:
             for tensor in tensors:
                 self._remember(tensor)

@@ -40,10 +40,11 @@ class Observation:
     held_bytes: collections.Counter[str]
     """Alive after forward, by block; what lies outside of blocks has no name."""
     inputs: dict[str, list[tuple[int, bool]]]
-    """By block: bytes of its inputs, and whether they are still in memory after forward."""
+    """By block: bytes of the inputs that are its own, and whether they are still in memory after forward."""
     most_restored_alive: int
-    forward_draws: dict[str, list[int]]
-    backward_draws: dict[str, list[int]]
+    forward_draws: collections.Counter[int]
+    """Checksums of all random numbers that were drawn."""
+    backward_draws: collections.Counter[int]
     accumulations: collections.Counter[str]
     in_graph: set[str]
 
@@ -111,7 +112,7 @@ def observe(model: nn.Module, experiment: Experiment) -> Observation:
         del outputs
         in_graph = in_the_graph_of(loss, model)
         held_bytes = operators.alive_bytes()
-        inputs = {name: _alive(held) for name, held in calls.inputs.items()}
+        inputs = _own_inputs(calls.inputs)
         for tensor in kept.values():
             held_bytes[""] -= tensor.untyped_storage().nbytes()  # ours
         calls.in_backward = True
@@ -126,8 +127,8 @@ def observe(model: nn.Module, experiment: Experiment) -> Observation:
             held_bytes=held_bytes,
             inputs=inputs,
             most_restored_alive=calls.most_restored_alive,
-            forward_draws=dict(operators.forward_draws),
-            backward_draws=dict(operators.backward_draws),
+            forward_draws=operators.forward_draws,
+            backward_draws=operators.backward_draws,
             accumulations=accumulations.counts,
             in_graph=in_graph,
         )
@@ -150,8 +151,13 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _alive(inputs: list[Held]) -> list[tuple[int, bool]]:
-    return [(held.nbytes, held.is_alive) for held in inputs]
+def _own_inputs(inputs: dict[str, list[Held]]) -> dict[str, list[tuple[int, bool]]]:
+    """Without what several blocks share, such as position embeddings: that may well stay."""
+    givers = collections.Counter(held.reference.cdata for given in inputs.values() for held in given)
+    return {
+        name: [(held.nbytes, held.is_alive) for held in given if givers[held.reference.cdata] == 1]
+        for name, given in inputs.items()
+    }
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide.auditing.case import judged, only_trained
+from lowtide.auditing.errors import CannotAuditError
 from lowtide.auditing.names import named_modules, some
 from lowtide.auditing.step import observe
 from lowtide.auditing.verdicts import Check, Verdict
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from lowtide.auditing.case import Case
 
 NAME = "adapters on a frozen base"
+_REMEDY = (
+    "a reentrant checkpoint needs an input that needs a gradient, and a tower has none: use_reentrant=False, "
+    "or lowtide.apply"
+)
 
 
 def frozen_base(case: Case) -> Check:
@@ -30,11 +35,15 @@ def frozen_base(case: Case) -> Check:
     if not names:
         return case.check(NAME, Verdict.NOT_APPLICABLE, "no linear layer in a block of the model")
     plain = case.reference.with_only(names)
-    with _installed_with(case, names) as model:
-        seen = observe(model, case.experiment)
     if not any(gradient is not None and bool(gradient.any()) for gradient in plain.gradients.values()):
         return case.check(NAME, Verdict.INCONCLUSIVE, "the plain model gives these weights no gradient either")
+    try:
+        with _installed_with(case, names) as model:
+            seen = observe(model, case.experiment)
+    except CannotAuditError:  # the loss needs no gradient: none of them is reached
+        return _all_lost(case, names)
     comparison, zeros = judged(case.reference, plain, seen)
+    comparison.acquit(set(case.compare(case.seen)[0].suspects))  # wrong without freezing, too: said elsewhere
     bad = comparison.suspects
     if bad:
         return case.check(
@@ -42,8 +51,7 @@ def frozen_base(case: Case) -> Check:
             Verdict.FAIL,
             f"{len(comparison.lost)} of {len(names)} adapter weights get no gradient, "
             f"{len(comparison.different)} a wrong one: {', '.join(some(bad, 3))}",
-            remedy="a reentrant checkpoint needs an input that needs a gradient, and a tower has none: "
-            "use_reentrant=False, or lowtide.apply",
+            remedy=_REMEDY,
             lost=some(comparison.lost),
             different=dict(list(comparison.different.items())[:8]),
             count=len(bad),
@@ -54,6 +62,17 @@ def frozen_base(case: Case) -> Check:
         f"{len(names)} weights in blocks train on a frozen base, with the plain model's gradients",
         count=len(names),
         zero_by_mathematics=zeros,
+    )
+
+
+def _all_lost(case: Case, names: frozenset[str]) -> Check:
+    return case.check(
+        NAME,
+        Verdict.FAIL,
+        f"none of {len(names)} adapter weights gets a gradient: the loss does not need one any more",
+        remedy=_REMEDY,
+        lost=some(sorted(names)),
+        count=len(names),
     )
 
 

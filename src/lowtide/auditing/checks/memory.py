@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _NOTICEABLE = 0.02
 _MOST = 0.5
+_EXPECTED, _LEAST = 0.75, 0.25
+"""Shares of the inputs. In between, something outside of the blocks may need them too: autograd saves them there."""
 _FEWEST_BLOCKS = 3
 """With fewer, prefetching one block ahead looks like holding all."""
 
@@ -53,10 +55,10 @@ def offload(case: Case) -> Check:
             **evidence,
         )
     what = f"{format_bytes(moved)} of {format_bytes(expected)} of the blocks' inputs left the device"
-    if moved < _MOST * expected:
+    if moved < _EXPECTED * expected:
         return case.check(
             "offload",
-            Verdict.FAIL,
+            Verdict.FAIL if moved < _LEAST * expected else Verdict.INCONCLUSIVE,
             f"only {what}",
             remedy="keyword inputs and tensors in containers are missed by hooks on positional ones: lowtide.apply "
             "takes all of them",
@@ -79,8 +81,12 @@ def _nothing_moved(case: Case, evidence: dict[str, Any]) -> Check:
 
 
 def _boundary_bytes(case: Case) -> tuple[int, int]:
-    """Bytes of the recomputed blocks' inputs; and those of them that are no longer in memory after forward."""
-    inputs = [pair for name, pairs in case.seen.inputs.items() if name in case.recomputed for pair in pairs]
+    """Bytes of the recomputed blocks' inputs; and those of them that are no longer in memory after forward.
+
+    Without the block that ran last: backward begins with it, so that a good engine keeps its input.
+    """
+    blocks = [pairs for name, pairs in case.seen.inputs.items() if name in case.recomputed]
+    inputs = [pair for pairs in blocks[:-1] for pair in pairs]
     return sum(size for size, _ in inputs), sum(size for size, is_alive in inputs if not is_alive)
 
 

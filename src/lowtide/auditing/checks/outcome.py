@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,36 +62,30 @@ def buffers(case: Case) -> Check:
 
 
 def randomness(case: Case) -> Check:
-    """Every number drawn in a recomputation must be one that the same block drew in forward."""
-    again = {name for name in case.recomputed if case.seen.forward_draws.get(name)}
-    if not again:
+    """Every number that a recomputation draws must be one that forward drew."""
+    draws = case.seen.backward_draws - case.plain.backward_draws
+    if not draws:
         return case.check(
             "random state",
             Verdict.NOT_APPLICABLE,
             "no recomputed block draws random numbers (dropout=0.1 makes it)",
         )
-    wrong = [name for name in again if _new_draws(case, name)]
-    if wrong:
+    new = draws - case.seen.forward_draws
+    if new:
         return case.check(
             "random state",
             Verdict.FAIL,
-            f"dropout masks of the recomputation are others than in forward: {', '.join(some(sorted(wrong), 3))}",
+            f"{new.total()} of {draws.total()} dropout masks of the recomputation are others than in forward",
             remedy="preserve_rng_state=True (accelerate's FSDP2 wrapper passes False)",
-            blocks=some(sorted(wrong)),
-            count=len(wrong),
+            new=new.total(),
+            draws=draws.total(),
         )
-    draws = sum(len(case.seen.backward_draws.get(name, ())) for name in again)
     return case.check(
         "random state",
         Verdict.PASS,
-        f"{draws} draws repeated in {len(again)} blocks, each with the numbers of forward",
-        draws=draws,
+        f"{draws.total()} draws are repeated with the numbers of forward",
+        draws=draws.total(),
     )
-
-
-def _new_draws(case: Case, block: str) -> collections.Counter[int]:
-    forward = collections.Counter(case.seen.forward_draws[block])
-    return collections.Counter(case.seen.backward_draws.get(block, ())) - forward
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

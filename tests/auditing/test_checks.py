@@ -1,0 +1,158 @@
+"""Every check catches the fault that it is there for, and no unrelated check does."""
+
+from __future__ import annotations
+
+import engines
+import pytest
+import torch
+from engines import Engine, loss, net
+
+from lowtide.auditing import CHECKS, CannotAuditError, Verdict, audit
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs")
+
+FAULTS = [
+    (engines.SkipsALayer, {"recomputed"}),
+    (engines.DoesNothing, {"recomputed", "memory"}),
+    (engines.DropsAGradient, {"gradients present"}),
+    (engines.ChangesAGradient, {"gradient values"}),
+    (engines.ForgetsTheRandomState, {"random state", "gradient values"}),
+    (engines.ChangesTheOutput, {"outputs", "gradient values"}),
+    (engines.AccumulatesTwice, {"DDP readiness", "adapters on a frozen base"}),
+    (engines.KeepsEverything, {"memory"}),
+    (engines.CannotBeUndone, {"reversible"}),
+    (engines.HooksAgainAndAgain, {"idempotent"}),
+    (engines.CannotBePickled, {"copy and pickle"}),
+    (engines.LosesTheInPlaceCheck, {"in-place changes"}),
+    (engines.HoldsWhatItRestored, {"offload"}),
+    (engines.Reentrant, {"DDP readiness", "adapters on a frozen base"}),
+]
+
+
+def failed(report) -> set[str]:
+    return {check.name for check in report.failures}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        (Engine, {}),
+        (Engine, {"scaled": True}),
+        (engines.Offloads, {}),
+        (engines.Offloads, {"scaled": True}),
+        (engines.Offloads, {"by_keyword": True}),
+    ],
+    ids=str,
+)
+def test_a_right_engine_passes_everything(engine, options):
+    model, batch = net(**options)
+    report = audit(model, batch, configure=engine(), loss=loss)
+    assert report.ok, report
+    assert {check.name for check in report.checks} == set(CHECKS)
+    assert report["gradient values"].evidence["identical"]
+    assert report["offload"].verdict is (Verdict.PASS if engine is engines.Offloads else Verdict.NOT_APPLICABLE)
+    passed = {check.name for check in report.checks if check.verdict is Verdict.PASS}
+    assert passed >= set(CHECKS) - {"experts", "offload", "buffers"}
+
+
+@pytest.mark.parametrize(("engine", "expected"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_engine_is_caught_by_its_check(engine, expected):
+    model, batch = net()
+    report = audit(model, batch, configure=engine(), loss=loss)
+    assert failed(report) == expected, report
+    for check in report.failures:
+        assert check.remedy
+        assert check.summary
+
+
+def test_statistics_that_are_updated_twice():
+    model, batch = net(batch_norm=True)
+    report = audit(model, batch, configure=Engine(), loss=loss)
+    assert failed(report) == {"buffers"}, report
+    assert report["buffers"].evidence["count"] == 3 * 6  # mean, variance and the number of batches
+
+
+def test_keyword_inputs_that_hooks_miss():
+    model, batch = net(by_keyword=True)
+    report = audit(model, batch, configure=engines.OffloadsPositionalOnly(), loss=loss, offload=True)
+    assert failed(report) == {"offload", "in-place changes"}, "torch keeps keywords where autograd does not look"
+    assert report["offload"].evidence["moved_bytes"] == 0
+    model, batch = net(scaled=True)
+    report = audit(model, batch, configure=engines.OffloadsPositionalOnly(), loss=loss)
+    assert report["offload"].verdict is Verdict.INCONCLUSIVE, "half of the bytes"
+
+
+def test_offload_that_is_expected_and_does_not_happen():
+    model, batch = net()
+    assert failed(audit(model, batch, configure=Engine(), loss=loss, offload=True)) == {"offload"}
+
+
+def test_nothing_is_proved_by_gradients_that_are_all_zero():
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * 0)
+    assert report["gradients present"].verdict is Verdict.INCONCLUSIVE
+    assert report["gradient values"].verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_reference_that_is_never_the_same_twice():
+    model, batch = net()
+    noise = iter(range(1, 1000))
+    report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * next(noise))
+    assert report["gradient values"].verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_model_is_left_as_it_was():
+    model, batch = net(batch_norm=True)
+    model.eval()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    audit(model, batch, configure=Engine(), loss=loss)
+    assert torch.equal(torch.rand(3), expected), "the caller's random state"
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert model.embed.weight.grad is None
+    assert all("forward" not in layer.__dict__ and not layer._forward_pre_hooks for layer in model.layers)
+
+
+def test_a_set_up_that_raises():
+    class Raises(Engine):
+        def run(self, function, index, args, kwargs):
+            raise NotImplementedError("not on Mondays")
+
+    model, batch = net()
+    report = audit(model, batch, configure=Raises(), loss=loss)
+    assert failed(report) == {"runs"}
+    assert "not on Mondays" in report["runs"].summary
+
+
+class TestBadInput:
+    def test_no_parameters(self):
+        with pytest.raises(CannotAuditError, match="no parameter that needs a gradient"):
+            audit(torch.nn.Tanh(), (torch.ones(3),))
+
+    def test_a_batch_that_does_not_fit(self):
+        with pytest.raises(CannotAuditError, match="does the batch fit"):
+            audit(net()[0], (torch.ones(3),), configure=Engine(), loss=loss)
+
+    def test_a_loss_without_gradient(self):
+        model, batch = net()
+        with pytest.raises(CannotAuditError, match="needs no gradient"):
+            audit(model, batch, configure=Engine(), loss=lambda logits: logits.detach().sum())
+
+    def test_an_unknown_check(self):
+        model, batch = net()
+        with pytest.raises(CannotAuditError, match="unknown check 'gradent values'"):
+            audit(model, batch, configure=Engine(), loss=loss, checks=["gradent values"])
+
+    def test_an_unknown_mode(self):
+        model, batch = net()
+        with pytest.raises(CannotAuditError, match="unknown mode"):
+            audit(model, batch, modes=["sideways"])
+
+    def test_no_module(self):
+        with pytest.raises(CannotAuditError, match=r"needs a torch\.nn\.Module"):
+            audit("model", ())
