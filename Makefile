@@ -34,7 +34,7 @@ bench: .venv/.dev .venv-peers/.ready
 	$(PEERS)/python bench/tiling.py
 
 test-peers: .venv-peers/.ready
-	TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/losses/test_fused.py
+	LOWTIDE_PEERS=1 TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/peers tests/losses/test_fused.py $(ARGS)
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

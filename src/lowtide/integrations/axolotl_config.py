@@ -1,0 +1,117 @@
+"""What an axolotl configuration asks for: Lowtide's own key, or axolotl's words for the same things; never both.
+
+    lowtide: recompute+offload+tile
+
+is a policy in any of its forms. Without that key, axolotl's words are honoured as the policy that they mean and taken
+out of the configuration, so that axolotl does not act on them as well. What cannot be honoured is refused: nothing is
+ignored. The module knows axolotl's words, and does not import it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import InvalidValueError
+from lowtide.policy import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
+
+KEY = "lowtide"
+
+_WORDS = (
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "activation_offloading",
+    "tiled_mlp",
+    "tiled_mlp_num_shards",
+)
+"""What is honoured, and then taken out."""
+
+_REFUSED = {
+    "selective_checkpointing": "a policy keeps or recomputes whole regions; leave it out",
+    "fsdp_config.activation_checkpointing": "every block would be recomputed twice; set it to false",
+    "fsdp_config.fsdp_activation_checkpointing": "every block would be recomputed twice; set it to false",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def take_over(config: MutableMapping[str, Any]) -> Policy:
+    """The configuration's policy, which stands under Lowtide's key afterwards; doing it again changes nothing."""
+    policy = policy_of(config)
+    if config.get(KEY) is None:
+        taken = [name for name in _WORDS if config.pop(name, None)]
+        config[KEY] = str(policy)
+        logger.info("axolotl's %s: taken over by Lowtide, with policy %s", ", ".join(taken), policy.describe())
+    return policy
+
+
+def policy_of(config: Mapping[str, Any]) -> Policy:
+    """The policy under Lowtide's key, or what axolotl's words mean; not both."""
+    policy = _from_words(config) if config.get(KEY) is None else _from_key(config)
+    for name, reason in _REFUSED.items():
+        if policy != Policy() and _look_up(config, name):
+            raise InvalidValueError(f"axolotl's {name} cannot be honoured beside policy {policy}: {reason}")
+    return policy
+
+
+def _from_key(config: Mapping[str, Any]) -> Policy:
+    policy = Policy.parse(config[KEY])
+    words = [name for name in _WORDS if config.get(name)]
+    if words and policy != Policy():  # with policy none, axolotl may do as it likes
+        raise InvalidValueError(
+            f"axolotl's configuration asks for '{KEY}: {policy}' and for {', '.join(words)}: leave one of them out"
+        )
+    return policy
+
+
+def _look_up(config: Mapping[str, Any], path: str) -> Any:
+    block, _, name = path.rpartition(".")
+    return ((config.get(block) or {}) if block else config).get(name)
+
+
+def _from_words(config: Mapping[str, Any]) -> Policy:
+    checkpointing, offloading = _spelled_out(config)
+    fields: dict[str, Any] = {}
+    if checkpointing:
+        fields["gradient_checkpointing"] = True
+        fields["gradient_checkpointing_kwargs"] = config.get("gradient_checkpointing_kwargs") or {}
+    if offloading:
+        fields["activation_offloading"] = offloading
+    fields |= {name: config[name] for name in ("tiled_mlp", "tiled_mlp_num_shards") if config.get(name)}
+    policy = Policy.parse(fields)
+    if policy == Policy():
+        raise InvalidValueError(
+            "axolotl's configuration lists Lowtide's plugin and asks for nothing: add a policy, such as "
+            f"'{KEY}: recompute+offload+tile', or remove the plugin"
+        )
+    if offloading is True and config.get("adapter"):
+        # so axolotl means it: with an adapter, everything saved is offloaded and nothing is recomputed
+        return dataclasses.replace(policy, recompute=False)
+    return policy
+
+
+def _spelled_out(config: Mapping[str, Any]) -> tuple[bool, Any]:
+    """`gradient_checkpointing` and `activation_offloading`, with older spellings in today's words."""
+    checkpointing, offloading = config.get("gradient_checkpointing"), config.get("activation_offloading")
+    older: dict[str, Any] = {"offload": True, "offload_disk": "disk"}
+    if isinstance(checkpointing, str):
+        if checkpointing not in older:
+            raise InvalidValueError(
+                f"axolotl's gradient_checkpointing: {checkpointing} is unknown: write true, or '{KEY}: recompute'"
+            )
+        offloading = older[checkpointing]
+    if offloading == "disk":
+        raise InvalidValueError(
+            "axolotl's activation_offloading: disk cannot be honoured: this version of Lowtide has no disk tier (and "
+            f"axolotl's own goes to host memory). Write '{KEY}: recompute+offload'"
+        )
+    if offloading and not checkpointing:
+        raise InvalidValueError(
+            f"axolotl's activation_offloading: {offloading} needs gradient_checkpointing: true. To offload without "
+            f"recompute, write '{KEY}: offload'"
+        )
+    return bool(checkpointing), offloading
