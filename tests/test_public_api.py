@@ -32,12 +32,14 @@ print(json.dumps({
 def test_exported_names_are_pinned():
     assert lowtide.__all__ == [
         "Applied",
+        "AuditReport",
         "HostStore",
         "LowtideError",
         "Policy",
         "Schedule",
         "__version__",
         "apply",
+        "audit",
         "checkpoint",
         "linear_cross_entropy",
         "offload",

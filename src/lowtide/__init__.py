@@ -11,6 +11,7 @@ import logging
 from lowtide import simdevice
 from lowtide._version import __version__
 from lowtide.applying import Applied, apply
+from lowtide.auditing import AuditReport, audit
 from lowtide.checkpointing import Schedule, checkpoint, offload
 from lowtide.errors import LowtideError
 from lowtide.losses import linear_cross_entropy
@@ -21,12 +22,14 @@ from lowtide.torch_patch import patch_torch
 
 __all__ = [
     "Applied",
+    "AuditReport",
     "HostStore",
     "LowtideError",
     "Policy",
     "Schedule",
     "__version__",
     "apply",
+    "audit",
     "checkpoint",
     "linear_cross_entropy",
     "offload",

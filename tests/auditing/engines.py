@@ -35,8 +35,8 @@ class Net(nn.Module):
     def forward(self, ids):
         x = self.embed(ids)
         for layer in self.layers:
-            scale = x * 0.5 if self.scaled else None
-            x = layer(x=x) if self.by_keyword else layer(x, scale=scale)
+            extra = {"scale": x * 0.5} if self.scaled else {}
+            x = layer(x=x) if self.by_keyword else layer(x, **extra)
         return self.head(x)
 
 
@@ -213,14 +213,13 @@ class Offloads(Engine):
     """Inputs leave memory, keywords too; the right one."""
 
     def run(self, function, index, args, kwargs):
-        names = [name for name, value in kwargs.items() if value is not None]
-        count = len(args)
+        names, count = list(kwargs), len(args)
 
         def flat(*tensors):
             return function(*tensors[:count], **dict(zip(names, tensors[count:], strict=True)))
 
         with torch.autograd.graph.saved_tensors_hooks(Away, self.restore):
-            return checkpoint(flat, *args, *(kwargs[name] for name in names), use_reentrant=False)
+            return checkpoint(flat, *args, *kwargs.values(), use_reentrant=False)
 
     def restore(self, away):
         return torch.from_numpy(away.array).clone()

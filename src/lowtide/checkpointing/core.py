@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
+from lowtide.checkpointing.buffers import run_once_for_buffers
 from lowtide.checkpointing.saving import Schedule
 from lowtide.checkpointing.selective import with_offload
 from lowtide.compat import non_reentrant_checkpoint
@@ -84,6 +85,7 @@ def run_region(
     In a compiled function it is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
     """
     function, args, kwargs = _unbind(function, args, kwargs)
+    function = run_once_for_buffers(function)
     tensors, frame = take_tensors((args, kwargs))
     replay = _Replay(function, args, kwargs, frame, ledger)
     del args, kwargs

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lowtide._version import __version__
+from lowtide.cli.audit import audit
 from lowtide.cli.doctor import doctor
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(audit)
 app.command()(doctor)
 
 

@@ -1,0 +1,106 @@
+"""What each block held after forward: in the plain model, and in each mode beside it.
+
+One chart for each stack, under one another and to one scale, so that a tower that holds little looks so. Those that hold
+most come first; a model of hundreds of stacks (experts) shows the first few, and says how many there are.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from lowtide.report_page import chart
+from lowtide.report_page.charts import COLOURS
+from lowtide.units import format_bytes
+
+_MOST_STACKS = 12
+_BARS, _GAP, _ABOVE, _BELOW = 120, 70, 70, 34
+"""Pixels: a stack's bars, its axis with the next one's name, and the margins."""
+_FACTORS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+
+Blocks = list[dict[str, Any]]
+
+
+def memory_chart(blocks: dict[str, Blocks]) -> dict[str, Any] | None:
+    """The chart as HTML with the number of stacks that it leaves out; None if no block held anything."""
+    measured = {mode: found for mode, found in blocks.items() if any(b["plain_bytes"] or b["bytes"] for b in found)}
+    if not measured:
+        return None
+    stacks = _largest_first(next(iter(measured.values())))
+    shown = dict(list(stacks.items())[:_MOST_STACKS])
+    unit = _unit(measured)
+    html = chart(_bars(measured, shown, unit), _layout(shown, unit), name="memory")
+    return {"html": html, "stacks": len(shown), "left_out": len(stacks) - len(shown)}
+
+
+def _largest_first(blocks: Blocks) -> dict[str, int]:
+    """The number of blocks by stack."""
+    held, count = collections.Counter[str](), collections.Counter[str]()
+    for block in blocks:
+        held[block["stack"]] += block["plain_bytes"]
+        count[block["stack"]] += 1
+    return {stack: count[stack] for stack, _ in held.most_common()}
+
+
+def _unit(blocks: dict[str, Blocks]) -> str:
+    """The one in which the largest block is written."""
+    largest = max(max(block["plain_bytes"], block["bytes"]) for found in blocks.values() for block in found)
+    return format_bytes(largest).split()[1]
+
+
+def _bars(blocks: dict[str, Blocks], stacks: dict[str, int], unit: str) -> list[dict[str, Any]]:
+    first = next(iter(blocks.values()))
+    series = [("plain", "plain_bytes", first), *((mode, "bytes", found) for mode, found in blocks.items())]
+    return [
+        _bar(label, figure, [block for block in found if block["stack"] == stack], row=row, colour=colour, unit=unit)
+        for row, stack in enumerate(stacks)
+        for colour, (label, figure, found) in enumerate(series)
+    ]
+
+
+def _bar(label: str, figure: str, blocks: Blocks, *, row: int, colour: int, unit: str) -> dict[str, Any]:
+    axis = "" if row == 0 else str(row + 1)
+    return {
+        "type": "bar",
+        "name": label,
+        "legendgroup": label,
+        "showlegend": row == 0,
+        "x": [block["name"].removeprefix(f"{block['stack']}.") for block in blocks],
+        "y": [block[figure] / _FACTORS[unit] for block in blocks],
+        "customdata": [format_bytes(block[figure]) for block in blocks],
+        "hovertemplate": "%{customdata}",
+        "marker": {"color": COLOURS[colour % len(COLOURS)]},
+        "xaxis": f"x{axis}",
+        "yaxis": f"y{axis}",
+    }
+
+
+def _layout(stacks: dict[str, int], unit: str) -> dict[str, Any]:
+    inner = _BARS * len(stacks) + _GAP * (len(stacks) - 1)
+    layout: dict[str, Any] = {
+        "barmode": "group",
+        "bargap": 0.3,
+        "height": inner + _ABOVE + _BELOW,
+        "margin": {"l": 60, "r": 16, "t": _ABOVE, "b": _BELOW},
+        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "top", "yref": "container"},
+        "annotations": [],
+    }
+    widest = max(stacks.values())
+    for row, stack in enumerate(stacks):
+        axis = "" if row == 0 else str(row + 1)
+        top = inner - row * (_BARS + _GAP)
+        layout[f"xaxis{axis}"] = {"type": "category", "anchor": f"y{axis}", "range": [-0.5, widest - 0.5]}
+        layout[f"yaxis{axis}"] = {
+            "domain": [(top - _BARS) / inner, top / inner],
+            "anchor": f"x{axis}",
+            "title": {"text": unit},
+            "rangemode": "tozero",
+            "nticks": 5,
+        } | ({"matches": "y"} if row else {})
+        layout["annotations"].append(_heading(stack or "the model itself", top / inner))
+    return layout
+
+
+def _heading(text: str, top: float) -> dict[str, Any]:
+    place = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom"}
+    return {"text": text, "showarrow": False, **place}

@@ -1,0 +1,238 @@
+"""`lowtide audit`: one model, or the whole zoo."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from lowtide.auditing import AuditReport
+    from lowtide.survey import Record
+    from lowtide.survey.targets import Target
+
+_COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow", "not applicable": "dim"}
+COULD_NOT_RUN = 2
+
+
+class Format(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
+    JUNIT = "junit"
+    HTML = "html"
+    GITHUB = "github"
+
+
+class EngineName(enum.StrEnum):
+    TRANSFORMERS = "transformers"
+    LOWTIDE = "lowtide"
+
+
+def audit(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="[bold]MODULE:FACTORY[/] (returns model, batch and, if you like, keywords of lowtide.audit), a model "
+            "folder with a config.json, or a transformers model type such as [bold]llama[/].",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    engine: Annotated[
+        EngineName | None,
+        typer.Option(help="What to judge: transformers' own flag in both modes, or lowtide.apply. Default: as it is."),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Judge lowtide.apply with this policy, e.g. recompute+offload+tile.")
+    ] = None,
+    checks: Annotated[
+        str | None, typer.Option(help="Only these checks, comma-separated. An unknown name lists them all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, batch and dropout.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Move model and batch there first, e.g. cuda.")] = None,
+    output: Annotated[Format, typer.Option("--format", help="How to print the report.")] = Format.TEXT,
+    to: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this file.")] = None,
+    whole_zoo: Annotated[
+        bool, typer.Option("--zoo", help="Audit every architecture of the installed transformers, tiny and random.")
+    ] = False,
+    family: Annotated[str, typer.Option(help="With --zoo: only model types that fit this glob.")] = "*",
+    workers: Annotated[int, typer.Option(min=1, help="With --zoo: processes at a time.")] = 2,
+    timeout: Annotated[float, typer.Option(help="With --zoo: seconds per architecture.")] = 240,
+    resume: Annotated[bool, typer.Option(help="With --zoo: go on where the file of records ends.")] = False,
+    records: Annotated[
+        Path, typer.Option(help="With --zoo: a line of JSON per architecture goes there as it is done.")
+    ] = Path("lowtide-zoo.jsonl"),
+) -> None:
+    """Prove that checkpointing is active and that the gradients are right, by running training steps.
+
+    Judges anybody's set-up: the model as it is, transformers' own flag, or Lowtide's. Exit code 0: nothing failed.
+    1: a check failed. 2: it could not be run.
+
+    Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
+
+    Your own model, in CI:  [bold]lowtide audit my_package.models:tiny --format github[/]
+
+    All architectures, against our engine:  [bold]lowtide audit --zoo --engine lowtide[/]
+    """
+    from lowtide.errors import LowtideError
+
+    if (target is None) != whole_zoo:
+        _give_up("give one target, or --zoo")
+    try:
+        if whole_zoo:
+            code = _audit_zoo(engine or EngineName.TRANSFORMERS, family, records, workers, timeout, resume, output, to)
+        else:
+            code = _audit_one(str(target), engine, policy, checks, seed, device, output, to)
+    except LowtideError as error:
+        _give_up(str(error))
+    raise typer.Exit(code)
+
+
+def _audit_one(
+    name: str,
+    engine: EngineName | None,
+    policy: str | None,
+    checks: str | None,
+    seed: int,
+    device: str | None,
+    output: Format,
+    to: Path | None,
+) -> int:
+    import lowtide
+    from lowtide.survey.targets import load_target
+
+    with Console(stderr=True).status(f"auditing {name}"):
+        target = load_target(name, seed=seed)
+        if device is not None:
+            target = target.to(device)
+        options: dict[str, Any] = {"seed": seed, **target.options, **_setup(engine, policy, target)}
+        if checks is not None:
+            options["checks"] = [check.strip() for check in checks.split(",")]
+        report = lowtide.audit(target.model, target.batch, **options)
+    _print(report, output, to)
+    return 0 if report.ok else 1
+
+
+def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dict[str, Any]:
+    import lowtide
+    from lowtide.errors import InvalidValueError
+
+    if policy is None and engine is None:
+        return {}
+    if "configure" in target.options:
+        raise InvalidValueError(f"{target.name} says itself what to judge (configure): leave --engine and --policy out")
+    if engine is EngineName.TRANSFORMERS:
+        if policy is not None:
+            raise InvalidValueError("--policy is for Lowtide's engine: leave out --engine transformers")
+        return {"modes": ("default", "reentrant")}
+    wanted = lowtide.Policy.parse(policy or "recompute")
+    return {"configure": lambda model: lowtide.apply(model, wanted), "offload": wanted.offload is not None}
+
+
+def _print(report: AuditReport, output: Format, to: Path | None) -> None:
+    if output is Format.TEXT and to is None:
+        _print_text(report)
+        return
+    text = _formatted(report, output)
+    if to is not None:
+        to.write_text(text)
+        Console(stderr=True).print(f"written to {to}")
+    else:
+        typer.echo(text)
+
+
+def _formatted(report: AuditReport, output: Format) -> str:
+    if output is Format.JSON:
+        return report.to_json()
+    if output is Format.HTML:
+        return report.to_html()
+    if output is Format.JUNIT:
+        from lowtide.auditing.formats.junit import as_junit
+
+        return as_junit(report)
+    if output is Format.GITHUB:
+        from lowtide.auditing.formats.github import as_github
+
+        return as_github(report)
+    return str(report)
+
+
+def _print_text(report: AuditReport) -> None:
+    console = Console(highlight=False)
+    mode = None
+    for check in report.checks:
+        if check.mode != mode:
+            mode = check.mode
+            console.print(f"[bold]{escape(report.model)}[/], {escape(mode)}")
+        colour = _COLOURS[check.verdict]
+        console.print(
+            f"  [{colour}]{check.verdict:<14}[/] {escape(check.name)}: {escape(check.summary)}", soft_wrap=True
+        )
+        if check.verdict == "fail" and check.remedy:
+            console.print(f"                 [dim]remedy: {escape(check.remedy)}[/]", soft_wrap=True)
+    failed = len(report.failures)
+    console.print("[green]ok[/]" if report.ok else f"[red]{failed} checks failed[/]")
+
+
+def _audit_zoo(
+    engine: EngineName,
+    family: str,
+    records: Path,
+    workers: int,
+    timeout: float,
+    resume: bool,
+    output: Format,
+    to: Path | None,
+) -> int:
+    from lowtide import zoo
+    from lowtide.errors import InvalidValueError
+    from lowtide.survey import Engine, run_survey
+
+    if output not in (Format.TEXT, Format.JSON, Format.HTML):
+        raise InvalidValueError(f"the zoo's summary is text, json or html, not {output}")
+    wanted = [name for name in zoo.model_types() if fnmatch.fnmatchcase(name, family)]
+    if not wanted:
+        raise InvalidValueError(f"no model type of the installed transformers fits {family!r}")
+    found = _with_progress(
+        len(wanted),
+        lambda show: run_survey(
+            wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=show
+        ),
+    )
+    _print_zoo(found, output, to)
+    return 1 if any(record.failures for record in found) else 0
+
+
+def _with_progress(total: int, run: Any) -> list[Record]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")]
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+
+        def show(record: Record) -> None:
+            marks = f"{len(record.failures)} failures" if record.failures else record.status
+            progress.update(task, advance=1, description=f"{record.model_type}: {marks}")
+
+        found: list[Record] = run(show)
+    return found
+
+
+def _print_zoo(found: list[Record], output: Format, to: Path | None) -> None:
+    from lowtide.survey.summary import as_html, as_json, as_text
+
+    text = {Format.TEXT: as_text, Format.JSON: as_json, Format.HTML: as_html}[output](found)
+    if to is not None:
+        to.write_text(text)
+    else:
+        typer.echo(text)
+
+
+def _give_up(message: str) -> None:
+    Console(stderr=True).print(f"[red]error[/] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(COULD_NOT_RUN)

@@ -1,0 +1,132 @@
+"""The survey of one architecture: found, built, audited; and audited again where something failed.
+
+False alarms cost more than a missed fault, so a failed check counts only if it fails again with other weights and
+another batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.metadata
+import time
+from typing import TYPE_CHECKING, Any
+
+import lowtide
+from lowtide import zoo
+from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, audit
+from lowtide.errors import LowtideError
+from lowtide.survey.records import Record
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DROPOUT = 0.1
+MODES = ("default", "reentrant")
+POLICIES = ("recompute", "recompute+tile(tokens=8, loss_tokens=8)")
+"""Tiles are small, because batches are."""
+
+
+class Engine(enum.StrEnum):
+    TRANSFORMERS = "transformers"
+    """The model's own flag, in both of its modes."""
+    LOWTIDE = "lowtide"
+    """`lowtide.apply`, with recomputation and with tiles."""
+
+
+def survey_one(model_type: str, engine: Engine) -> Record:
+    started = time.monotonic()
+    record = Record(
+        model_type=model_type,
+        engine=engine.value,
+        status="audited",
+        versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "lowtide")},
+        command=f"lowtide audit {model_type} --engine {engine.value}",
+    )
+    try:
+        specimen = zoo.find(model_type)
+        record.model_class = specimen.model_class
+        _survey(record, specimen, engine)
+    except zoo.CannotBuildError as error:
+        record.status, record.why = "not built", "; ".join(list(dict.fromkeys(error.reasons))[:3])
+    except CannotAuditError as error:
+        record.status, record.why = "failed to run", str(error)
+    record.seconds = round(time.monotonic() - started, 2)
+    return record
+
+
+def _survey(record: Record, specimen: zoo.Specimen, engine: Engine) -> None:
+    model = specimen.build(0)
+    if engine is Engine.TRANSFORMERS and not getattr(model, "supports_gradient_checkpointing", False):
+        record.status, record.why = "no checkpointing", f"{specimen.model_class} does not support it"
+        return
+    refusals = _refusals(model) if engine is Engine.LOWTIDE else {}
+    if len(refusals) == len(POLICIES):
+        record.status, record.why = "refused", refusals[POLICIES[0]]
+        return
+    reports = audit_specimen(specimen, engine, seed=0)
+    record.stacks = _stacks(reports[0])
+    record.verdicts = {
+        check.mode: {c.name: c.verdict.value for c in report.checks if c.mode == check.mode}
+        for report in reports
+        for check in report.checks
+    }
+    if refusals:
+        record.why = "; ".join(f"{policy} is refused: {why}" for policy, why in refusals.items())
+    if any(report.failures for report in reports):
+        names = {check.name for report in reports for check in report.failures if check.name in CHECKS}
+        _confirm(record, reports, audit_specimen(specimen, engine, seed=1, checks=sorted(names)))
+
+
+def audit_specimen(
+    specimen: zoo.Specimen, engine: Engine, *, seed: int, checks: list[str] | None = None
+) -> list[AuditReport]:
+    """One report for transformers' own modes, or one per policy that is not refused."""
+    model, batch = specimen.build(seed), specimen.batch(seed)
+    if engine is Engine.TRANSFORMERS:
+        return [audit(model, batch, modes=MODES, checks=checks, dropout=DROPOUT, seed=seed)]
+    refused = _refusals(model)
+    return [_audit_policy(model, batch, policy, seed, checks) for policy in POLICIES if policy not in refused]
+
+
+def _audit_policy(
+    model: nn.Module, batch: dict[str, Any], policy: str, seed: int, checks: list[str] | None
+) -> AuditReport:
+    def configure(model: nn.Module) -> lowtide.Applied:
+        return lowtide.apply(model, policy)
+
+    report = audit(model, batch, configure=configure, checks=checks, dropout=DROPOUT, seed=seed)
+    return dataclasses.replace(
+        report,
+        checks=[dataclasses.replace(check, mode=policy) for check in report.checks],
+        blocks=dict.fromkeys([policy], *report.blocks.values()) if report.blocks else {},
+    )
+
+
+def _refusals(model: nn.Module) -> dict[str, str]:
+    """Policies that Lowtide refuses for this model, and why."""
+    refused = {}
+    for policy in POLICIES:
+        try:
+            lowtide.apply(model, policy).remove()
+        except LowtideError as error:
+            refused[policy] = f"{type(error).__name__}: {error}"
+    return refused
+
+
+def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]) -> None:
+    again = {(check.mode, check.name) for report in second for check in report.failures}
+    for report in first:
+        for check in report.failures:
+            known: dict[str, Any] = check.to_dict()
+            del known["verdict"]
+            (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(known)
+
+
+def _stacks(report: AuditReport) -> list[str]:
+    counts: dict[str, int] = {}
+    for blocks in report.blocks.values():
+        counts = {}
+        for block in blocks:
+            counts[block["stack"]] = counts.get(block["stack"], 0) + 1
+    return [f"{name} x{count}" for name, count in counts.items()]

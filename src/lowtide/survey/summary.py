@@ -1,0 +1,81 @@
+"""A survey in figures: how many architectures, which checks fail where."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowtide.survey.records import Record
+
+EVERYWHERE = 0.9
+"""A check that fails for this share of the architectures is a fact of the library, not of an architecture."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Counts over all records of one engine."""
+
+    engine: str
+    total: int
+    by_status: dict[str, int]
+    by_check: dict[str, int]
+    """Architectures that fail, by "mode: check"."""
+    everywhere: list[str]
+    """Checks that fail (nearly) everywhere: facts of the library."""
+    failing: dict[str, list[str]]
+    """By architecture: the checks that it fails, without those that fail everywhere."""
+
+
+def summarize(records: list[Record]) -> Summary:
+    audited = [record for record in records if record.status == "audited"]
+    counts: collections.Counter[str] = collections.Counter()
+    ran: collections.Counter[str] = collections.Counter()
+    for record in audited:
+        counts.update(f"{failure['mode']}: {failure['name']}" for failure in record.failures)
+        ran.update(f"{mode}: {check}" for mode, checks in record.verdicts.items() for check in checks)
+    everywhere = [check for check, count in counts.items() if count >= max(2, EVERYWHERE * ran[check])]
+    failing = {
+        record.model_type: names
+        for record in audited
+        if (names := [name for name in _names(record) if name not in everywhere])
+    }
+    return Summary(
+        engine=records[0].engine if records else "",
+        total=len(records),
+        by_status=dict(collections.Counter(record.status for record in records).most_common()),
+        by_check=dict(counts.most_common()),
+        everywhere=sorted(everywhere),
+        failing=failing,
+    )
+
+
+def _names(record: Record) -> list[str]:
+    return [f"{failure['mode']}: {failure['name']}" for failure in record.failures]
+
+
+def as_text(records: list[Record]) -> str:
+    summary = summarize(records)
+    lines = [f"{summary.total} model types, engine {summary.engine}"]
+    lines += [f"  {count:>4} {status}" for status, count in summary.by_status.items()]
+    if summary.by_check:
+        lines.append("failed checks, in so many architectures:")
+        lines += [f"  {count:>4} {check}" for check, count in summary.by_check.items()]
+    if summary.failing:
+        lines.append("by architecture" + (", without what fails everywhere:" if summary.everywhere else ":"))
+        lines += [f"  {name}: {', '.join(checks)}" for name, checks in sorted(summary.failing.items())]
+    return "\n".join(lines)
+
+
+def as_json(records: list[Record]) -> str:
+    """Everything: the summary, then the records."""
+    data: dict[str, Any] = dataclasses.asdict(summarize(records))
+    return json.dumps({"summary": data, "records": [dataclasses.asdict(record) for record in records]}, indent=1)
+
+
+def as_html(records: list[Record]) -> str:
+    from lowtide.auditing.formats.zoo_html import as_zoo_html
+
+    return as_zoo_html([dataclasses.asdict(record) for record in records])

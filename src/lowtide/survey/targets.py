@@ -1,0 +1,90 @@
+"""What a command line can name: a factory of yours, a model folder, or an architecture of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide import zoo
+from lowtide.auditing import CannotAuditError
+from lowtide.zoo.fit import fitting_batch
+from lowtide.zoo.specimen import configurations_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A model and a batch to audit it with."""
+
+    name: str
+    model: nn.Module
+    batch: Any
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Keywords of `lowtide.audit` that a factory gave."""
+
+    def to(self, device: str) -> Target:
+        batch = pytree.tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, self.batch)
+        return dataclasses.replace(self, model=self.model.to(device), batch=batch)
+
+
+def load_target(name: str, *, seed: int = 0) -> Target:
+    """`package.module:factory`, a folder with a config.json, or a transformers model type."""
+    if ":" in name:
+        return _from_factory(name)
+    if (Path(name) / "config.json").is_file():
+        return _from_folder(Path(name), seed)
+    if Path(name).exists():
+        raise CannotAuditError(f"{name} has no config.json: give a model folder, MODULE:FACTORY or a model type")
+    try:
+        known = name in zoo.model_types()
+    except ImportError as error:
+        raise CannotAuditError("a model type needs transformers: pip install 'lowtide[hf]'") from error
+    if not known:
+        raise CannotAuditError(
+            f"{name!r} is neither MODULE:FACTORY, nor a folder, nor a model type of the installed transformers"
+        )
+    specimen = zoo.find(name)
+    return Target(name, specimen.build(seed), specimen.batch(seed), {"dropout": 0.1})
+
+
+def _from_factory(name: str) -> Target:
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # what `python -m` does: modules of the current folder are found
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+        made = factory()
+    except Exception as error:
+        raise CannotAuditError(f"{name} could not be run: {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise CannotAuditError(
+            f"{name} must return (model, batch) or (model, batch, options), options being keywords of lowtide.audit; "
+            f"it returned {type(made).__name__}"
+        )
+    return Target(name, *made)
+
+
+def _from_folder(folder: Path, seed: int) -> Target:
+    """The model with its weights if they are there, else with random ones."""
+    transformers = importlib.import_module("transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        cls = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+        has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+        model = cls.from_pretrained(folder) if has_weights else _from_config(cls, config)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CannotAuditError(f"{folder} could not be loaded: {type(error).__name__}: {error}") from error
+    for config in configurations_in(model.config):
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    return Target(str(folder), model, fitting_batch(model, seed))
+
+
+def _from_config(cls: Any, config: Any) -> nn.Module:
+    model: nn.Module = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
+    return model
