@@ -1,0 +1,128 @@
+"""Fixtures for pytest: audit a model in a test, or get one test for each check.
+
+    def test_model(lowtide_audit):
+        lowtide_audit(model, batch, configure=set_up)
+
+    @pytest.fixture(scope="module")
+    def lowtide_model():
+        return model, batch, {"configure": set_up}
+
+    def test_checkpointing(lowtide_check):
+        lowtide_check.assert_ok()
+
+The second way runs the audit once per module and gives `test_checkpointing[gradient values]` and so on.
+
+Pytest imports this module in every run of everybody who has Lowtide installed. So it stands outside of the package,
+whose import brings torch, and imports nothing of it until a test asks for one of the fixtures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.auditing import AuditReport, Check
+
+_RUNS = "runs"
+"""Fails if a set-up raises; there are no other verdicts of that mode then."""
+
+
+@pytest.fixture
+def lowtide_audit() -> Callable[..., AuditReport]:
+    """Audit a model, with the arguments of `lowtide.auditing.audit`. A failed check fails the test."""
+    return _audit_or_fail
+
+
+@pytest.fixture(scope="module")
+def lowtide_model() -> NoReturn:
+    """Define a fixture of this name: it returns `model, batch`, or `model, batch, options` for the audit."""
+    pytest.fail(
+        'lowtide_check needs a fixture lowtide_model with scope="module" that returns model, batch or '
+        'model, batch, {"configure": ...}',
+        pytrace=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def lowtide_report(lowtide_model: tuple[Any, ...]) -> AuditReport:
+    """The audit of `lowtide_model`, run once; failed checks are left to those who look at it."""
+    model, batch, *options = lowtide_model
+    return _audit(model, batch, **(options[0] if options else {}))
+
+
+@pytest.fixture
+def lowtide_check(request: pytest.FixtureRequest, lowtide_report: AuditReport) -> NamedCheck:
+    """One check of `lowtide_model`'s audit; a test that uses it runs once for each."""
+    return NamedCheck(request.param, lowtide_report)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "lowtide_check" in metafunc.fixturenames:
+        from lowtide.auditing import CHECKS
+
+        metafunc.parametrize("lowtide_check", [_RUNS, *CHECKS], indirect=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedCheck:
+    """What an audit says about one check, in all modes."""
+
+    name: str
+    report: AuditReport
+
+    @property
+    def outcomes(self) -> list[Check]:
+        return [check for check in self.report.checks if check.name == self.name]
+
+    def assert_ok(self) -> None:
+        """Fails if the check failed in any mode. Skips, with the reason, if it passed in none: nothing is proven."""
+        __tracebackhide__ = True
+        failed = [check for check in self.outcomes if check.verdict == "fail"]
+        if failed:
+            pytest.fail("\n\n".join(map(_message, failed)), pytrace=False)
+        if self.name == _RUNS or any(check.verdict == "pass" for check in self.outcomes):
+            return
+        pytest.skip("; ".join(f"[{c.mode}] {c.verdict}: {c.summary}" for c in self.outcomes) or self._why_absent)
+
+    @property
+    def _why_absent(self) -> str:
+        if any(check.name == _RUNS for check in self.report.checks):
+            return "the set-up does not run"
+        return "not among the checks that were asked for"
+
+
+def _audit_or_fail(model: Any, batch: Any, **options: Any) -> AuditReport:
+    __tracebackhide__ = True
+    report = _audit(model, batch, **options)
+    if report.failures:
+        count = f"{len(report.failures)} of {len(report.checks)} checks failed"
+        pytest.fail("\n\n".join([f"{report.model}: {count}", *map(_message, report.failures)]), pytrace=False)
+    if not report.ok:
+        pytest.fail(f"no check passed, so nothing is proven\n{report}", pytrace=False)
+    return report
+
+
+def _audit(model: Any, batch: Any, **options: Any) -> AuditReport:
+    __tracebackhide__ = True
+    from lowtide.auditing import CannotAuditError, audit
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")  # or a suite that makes them errors would see set-ups that raise
+            return audit(model, batch, **options)
+    except CannotAuditError as error:
+        why = str(error)
+    pytest.fail(f"the audit cannot run: {why}", pytrace=False)  # out of the handler: no chain of tracebacks
+
+
+def _message(check: Check) -> str:
+    from lowtide.auditing.formats.evidence import details
+
+    lines = [f"[{check.mode}] {check.name}: {check.summary}", *details(check).splitlines()]
+    return "\n    ".join(lines)
