@@ -1,7 +1,7 @@
 """The report as JUnit XML, which every CI system shows: one test case per check, in one suite.
 
-A failure carries evidence and remedy as its text. What proved nothing (inconclusive, not applicable) is skipped with the
-reason, so that it is counted and never looks like a pass. XML 1.0 cannot hold control characters, not even escaped;
+A failure carries evidence and remedy as its text. What proved nothing (inconclusive, not applicable) is skipped with
+the reason, so that it is counted and never looks like a pass. XML 1.0 cannot hold control characters, not even escaped;
 an error message may (colours of a terminal), so they are written as `\\x1b`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from lowtide.auditing.formats.evidence import as_lines, details
 from lowtide.auditing.verdicts import Verdict
@@ -22,7 +22,7 @@ _NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]"
 
 
 def as_junit(report: AuditReport) -> str:
-    suite = ElementTree.Element(
+    suite = ET.Element(
         "testsuite",
         name=f"lowtide audit of {report.model}",
         tests=str(len(report.checks)),
@@ -30,25 +30,25 @@ def as_junit(report: AuditReport) -> str:
         errors="0",
         skipped=str(sum(check.verdict in _SKIPPED for check in report.checks)),
     )
-    properties = ElementTree.SubElement(suite, "properties")
-    ElementTree.SubElement(properties, "property", name="seed", value=str(report.seed))
+    properties = ET.SubElement(suite, "properties")
+    ET.SubElement(properties, "property", name="seed", value=str(report.seed))
     suite.extend([_case(report, check) for check in report.checks])
-    root = ElementTree.Element("testsuites")
+    root = ET.Element("testsuites")
     root.append(suite)
-    ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _case(report: AuditReport, check: Check) -> ElementTree.Element:
-    case = ElementTree.Element("testcase", classname=_text(f"{report.model}.{check.mode}"), name=_text(check.name))
+def _case(report: AuditReport, check: Check) -> ET.Element:
+    case = ET.Element("testcase", classname=_text(f"{report.model}.{check.mode}"), name=_text(check.name))
     if check.verdict is Verdict.FAIL:
-        failure = ElementTree.SubElement(case, "failure", message=_text(check.summary), type="lowtide.audit")
+        failure = ET.SubElement(case, "failure", message=_text(check.summary), type="lowtide.audit")
         failure.text = _text(details(check))
     elif check.verdict in _SKIPPED:
-        ElementTree.SubElement(case, "skipped", message=_text(f"{check.verdict}: {check.summary}"))
+        ET.SubElement(case, "skipped", message=_text(f"{check.verdict}: {check.summary}"))
     lines = as_lines(check.evidence)
     if lines:
-        ElementTree.SubElement(case, "system-out").text = _text("\n".join(lines))
+        ET.SubElement(case, "system-out").text = _text("\n".join(lines))
     return case
 
 

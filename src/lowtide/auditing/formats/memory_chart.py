@@ -1,7 +1,7 @@
 """What each block held after forward: in the plain model, and in each mode beside it.
 
-One chart for each stack, under one another and to one scale, so that a tower that holds little looks so. Those that hold
-most come first; a model of hundreds of stacks (experts) shows the first few, and says how many there are.
+One chart for each stack, under one another and to one scale, so that a tower that holds little looks so. Those that
+hold most come first; a model of hundreds of stacks (experts) shows the first few, and says how many there are.
 """
 
 from __future__ import annotations
