@@ -5,6 +5,7 @@ A shim lives here and nowhere else. It names what it covers, and the version fro
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,3 +67,13 @@ def non_reentrant_checkpoint(
         raise
     next(steps, None)
     return result
+
+
+def recorded_outputs() -> dict[str, Any]:
+    """The lists that transformers' hooks append outputs to while a forward runs (5.0 and later); it has no public name.
+
+    Empty if none runs, or transformers is not loaded.
+    """
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return (collector.get() if collector is not None else None) or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowtide.applying.recorded import recorded_whole
 from lowtide.slots import take_tensors
 from lowtide.tiling.callee import Callee
 from lowtide.tiling.function import tile_call
@@ -43,7 +44,8 @@ class TileRuntime:
         if module.training not in self._tried and self._is_to_be_tried(callee, x):
             check_token_wise(self._ledger.name, callee, args, kwargs, x.shape[:-1])
             self._tried.add(module.training)  # a norm over the batch acts in training only
-        return tile_call(callee, x, args, kwargs, self._ledger, tokens=tokens, shards=shards)
+        with recorded_whole(x.shape[:-1], self._ledger):
+            return tile_call(callee, x, args, kwargs, self._ledger, tokens=tokens, shards=shards)
 
     def _is_to_be_tried(self, callee: Callee, x: torch.Tensor) -> bool:
         """Before it is cut for the first time; where a trial gathers weights, in the first call, as all ranks do."""
