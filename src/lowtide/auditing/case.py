@@ -11,6 +11,7 @@ import torch
 
 from lowtide.auditing.comparing import compare, errors_of, largest_of
 from lowtide.auditing.names import named_parameters
+from lowtide.auditing.parallel import averaged, is_parallel
 from lowtide.auditing.plain import copy_of, without_torch_checkpoint
 from lowtide.auditing.step import Observation, observe
 from lowtide.auditing.verdicts import Check, Verdict
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
 class Reference:
     """The plain model: run twice, and in double precision if a doubt asks for it."""
 
-    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+    def __init__(self, model: nn.Module, experiment: Experiment, *, on_all_ranks: bool = False) -> None:
         self.model = model
         self.experiment = experiment
         self._with_only: dict[frozenset[str], Observation] = {}
         self.first = self.observe(model, experiment)
         self.own_errors = errors_of(self.first.gradients, self.observe(model, experiment).gradients)
+        if on_all_ranks:
+            self.first.gradients = averaged(self.first.gradients)
 
     @staticmethod
     def observe(model: nn.Module, experiment: Experiment) -> Observation:
@@ -81,6 +84,10 @@ class Case:
     @property
     def experiment(self) -> Experiment:
         return self.reference.experiment
+
+    @property
+    def is_parallel(self) -> bool:
+        return is_parallel(self.source)
 
     @functools.cached_property
     def seen(self) -> Observation:

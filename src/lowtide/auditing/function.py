@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lowtide.auditing.case import Case, Reference
 from lowtide.auditing.checks import ddp, frozen, gradients, in_place, lifecycle, memory, outcome, recompute
 from lowtide.auditing.errors import CannotAuditError
+from lowtide.auditing.parallel import is_parallel
 from lowtide.auditing.plain import reference_of
 from lowtide.auditing.setups import setups_for
 from lowtide.auditing.stacks import find_stacks
@@ -29,6 +30,7 @@ CHECKS: dict[str, Callable[[Case], Check]] = {
     "memory": memory.memory,
     "offload": memory.offload,
     "DDP readiness": ddp.ready_for_ddp,
+    "ranks agree": ddp.ranks_agree,
     frozen.NAME: frozen.frozen_base,
     "idempotent": lifecycle.idempotent,
     "reversible": lifecycle.reversible,
@@ -62,13 +64,17 @@ def audit(
     `offload=True` says that bytes should leave the device: then it is a failure if none do. `dropout` sets every
     dropout for the audit, so that random states are tested in models that have none.
 
+    Inside DDP, call it on every rank with the rank's own batch: the yardstick is then the average over ranks.
+
     The model is left as it was.
     """
     _check_input(model, checks)
     setups = setups_for(model, configure, modes)
+    if is_parallel(model) and any(setup.configure is not None for setup in setups):
+        raise CannotAuditError("a model inside DDP is judged as it is: set it up, wrap it, then audit it on every rank")
     plain = reference_of(model, reference)
     experiment = Experiment(batch, loss, tuple(find_stacks(plain)), seed, dropout)
-    yardstick = _run_reference(plain, experiment)
+    yardstick = _run_reference(plain, experiment, on_all_ranks=is_parallel(model))
     outcomes: list[Check] = []
     blocks = {}
     for setup in setups:
@@ -92,9 +98,9 @@ def _check_input(model: nn.Module, checks: Sequence[str] | None) -> None:
         raise CannotAuditError(f"unknown check {unknown[0]!r}: choose from {', '.join(CHECKS)}")
 
 
-def _run_reference(plain: nn.Module, experiment: Experiment) -> Reference:
+def _run_reference(plain: nn.Module, experiment: Experiment, *, on_all_ranks: bool) -> Reference:
     try:
-        return Reference(plain, experiment)
+        return Reference(plain, experiment, on_all_ranks=on_all_ranks)
     except CannotAuditError:
         raise
     except Exception as error:
@@ -110,7 +116,14 @@ def _judge(case: Case, wanted: Sequence[str] | None) -> list[Check]:
         _ = case.seen
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return [_raised(case, "runs", error)]
-    return [_one(case, name, check) for name, check in CHECKS.items() if wanted is None or name in wanted]
+    return [_one(case, name, check) for name, check in CHECKS.items() if _is_wanted(case, name, wanted)]
+
+
+def _is_wanted(case: Case, name: str, wanted: Sequence[str] | None) -> bool:
+    """Not inside DDP: what freezes weights, copies the model or fails on purpose in the middle of a reduction."""
+    if case.is_parallel and name in (frozen.NAME, in_place.NAME, "copy and pickle"):
+        return False
+    return wanted is None or name in wanted
 
 
 def _one(case: Case, name: str, check: Callable[[Case], Check]) -> Check:

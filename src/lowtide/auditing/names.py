@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from lowtide.auditing.parallel import inner
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,16 +22,16 @@ def plain_name(name: str) -> str:
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module once. A wrapper goes by its content's name, and only the content is listed."""
-    found = {plain_name(name): module for name, module in model.named_modules()}
+    found = {plain_name(name): module for name, module in inner(model).named_modules()}
     return iter(found.items())
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((plain_name(name), parameter) for name, parameter in model.named_parameters())
+    return ((plain_name(name), parameter) for name, parameter in inner(model).named_parameters())
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((plain_name(name), buffer) for name, buffer in model.named_buffers())
+    return ((plain_name(name), buffer) for name, buffer in inner(model).named_buffers())
 
 
 def some(names: list[str], limit: int = 8) -> list[str]:

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lowtide.auditing.errors import CannotAuditError
+from lowtide.auditing.parallel import inner
 from lowtide.auditing.setups import disable
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], 
     """A plain twin: the one given, or a copy, made plain by the function given or by its own flag."""
     if isinstance(reference, nn.Module):
         return reference
-    twin = copy_of(model)
+    twin = copy_of(inner(model))
     if reference is not None:
         made = reference(twin)
         return made if isinstance(made, nn.Module) else twin

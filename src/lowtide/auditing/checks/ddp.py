@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowtide.auditing.names import some
+from lowtide.auditing.parallel import differ_between_ranks
 from lowtide.auditing.verdicts import Check, Verdict
 
 if TYPE_CHECKING:
@@ -45,3 +46,23 @@ def ready_for_ddp(case: Case) -> Check:
         f"each of {len(seen.accumulations)} parameters is accumulated into once",
         parameters=len(seen.accumulations),
     )
+
+
+def ranks_agree(case: Case) -> Check:
+    """After DDP's backward all ranks hold the same gradients. With a static graph and an output that DDP cannot look
+    into they do not, and nothing is said."""
+    name = "ranks agree"
+    if not case.is_parallel:
+        return case.check(name, Verdict.NOT_APPLICABLE, "the model is not inside DDP")
+    different = differ_between_ranks(case.seen.gradients)
+    if different:
+        return case.check(
+            name,
+            Verdict.FAIL,
+            f"{len(different)} gradients differ between ranks: {', '.join(some(different, 3))}",
+            remedy="DDP synchronises what it finds in the outputs: return tensors, dicts or dataclasses, or leave out "
+            "static_graph=True",
+            different=some(different),
+            count=len(different),
+        )
+    return case.check(name, Verdict.PASS, f"{len(case.seen.gradients)} gradients are the same on all ranks")

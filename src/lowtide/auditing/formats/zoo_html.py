@@ -1,7 +1,9 @@
 """The audits of many models as one page: which model, in which mode, passes what; failing ones first.
 
 One table for each engine that was judged. A row is a model in a mode, a column a check; what failed stands under its
-model with the evidence, and every model has the command that repeats its audit. No chart, so no script but the filter.
+model with the evidence, and every model has the command that repeats its audit. A check that fails for nearly every
+model is a fact of the library: it is named above the table, and puts no model first. No chart, so no script but the
+filter.
 """
 
 from __future__ import annotations
@@ -16,45 +18,40 @@ from lowtide.errors import InvalidValueError
 from lowtide.report_page import render
 
 _TEMPLATE = Path(__file__).parent / "templates" / "zoo.html"
-_KEYS = ("model_type", "model_class", "status", "why", "seconds", "engine", "failures", "verdicts", "command")
-_STATUSES = ("failed to run", "timed out", "audited", "not built")
-"""In the order of the table, after those with failures."""
+_KEYS = {"model_type", "model_class", "status", "why", "engine", "failures", "unconfirmed", "verdicts", "command"}
 _RUNS = "runs"
+_UNCONFIRMED = "unconfirmed"
+"""In the place of a verdict: failed, and did not fail again with other weights and another batch."""
+_EVERYWHERE = 0.9
+_LAST = ("audited", "no checkpointing", "refused", "not built")
+"""In this order after the models that fail, and after those that could not be judged."""
 
 Record = dict[str, Any]
 
 
 def as_zoo_html(records: list[Record]) -> str:
-    """Needs the `html` extra; plotly is not used."""
-    for record in records:
-        _check(record)
+    """Of a survey's records, as dicts. Needs the `html` extra; plotly is not used."""
     engines: dict[str, list[Record]] = {}
     for record in records:
+        missing = sorted(_KEYS - record.keys())
+        if missing:
+            raise InvalidValueError(f"the zoo's record of {record.get('model_type')!r} lacks {', '.join(missing)}")
         engines.setdefault(record["engine"], []).append(record)
-    return render(_TEMPLATE, tables=[_table(engine, found) for engine, found in engines.items()], signs=SIGNS)
-
-
-def _check(record: Record) -> None:
-    missing = [key for key in _KEYS if key not in record]
-    if missing:
-        raise InvalidValueError(f"the zoo's record of {record.get('model_type')!r} lacks {', '.join(missing)}")
-    if record["status"] not in _STATUSES:
-        raise InvalidValueError(
-            f"the zoo's record of {record['model_type']!r} has the unknown status {record['status']!r}: "
-            f"expected one of {', '.join(_STATUSES)}"
-        )
+    tables = [_table(engine, found) for engine, found in engines.items()]
+    return render(_TEMPLATE, tables=tables, signs=SIGNS | {_UNCONFIRMED: "FAIL?"})
 
 
 def _table(engine: str, records: list[Record]) -> dict[str, Any]:
     checks = _checks(records)
-    if _RUNS in checks:
-        records = [record | {"verdicts": _with_runs(record["verdicts"])} for record in records]
+    everywhere = _everywhere(records)
+    rows = [_row(record, everywhere, with_runs=_RUNS in checks) for record in records]
     return {
         "engine": engine,
         "checks": checks,
-        "records": sorted(records, key=_place),
-        "statuses": _statuses(records),
-        "counts": _counts(records, checks),
+        "rows": sorted(rows, key=_place),
+        "statuses": _statuses(rows),
+        "everywhere": sorted(f"{check} [{mode}]" for mode, check in everywhere),
+        "counts": [_count(check, rows) for check in checks],
     }
 
 
@@ -64,35 +61,44 @@ def _checks(records: list[Record]) -> list[str]:
     return sorted(found, key=lambda check: check != _RUNS)
 
 
-def _with_runs(verdicts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """An audit mentions that a set-up runs only if it does not."""
-    return {mode: {_RUNS: str(Verdict.PASS)} | found for mode, found in verdicts.items()}
+def _everywhere(records: list[Record]) -> set[tuple[str, str]]:
+    """The checks, by mode, that fail for nearly all models."""
+    failed = collections.Counter((f["mode"], f["name"]) for record in records for f in record["failures"])
+    judged = collections.Counter((mode, c) for r in records for mode, checks in r["verdicts"].items() for c in checks)
+    return {key for key, count in failed.items() if count >= max(2, _EVERYWHERE * judged[key]) and key[1] != _RUNS}
 
 
-def _place(record: Record) -> tuple[bool, int, str]:
-    return not record["failures"], _STATUSES.index(record["status"]), record["model_type"]
+def _row(record: Record, everywhere: set[tuple[str, str]], *, with_runs: bool) -> dict[str, Any]:
+    """A record with `own` failures, and with what an audit leaves unsaid: that a set-up runs."""
+    verdicts = {
+        mode: ({_RUNS: str(Verdict.PASS)} if with_runs else {}) | checks for mode, checks in record["verdicts"].items()
+    }
+    for failure in record["unconfirmed"]:
+        verdicts[failure["mode"]] |= {failure["name"]: _UNCONFIRMED}
+    own = [failure for failure in record["failures"] if (failure["mode"], failure["name"]) not in everywhere]
+    return record | {"verdicts": verdicts, "own": own}
 
 
-def _statuses(records: list[Record]) -> dict[str, int]:
-    counts = collections.Counter(record["status"] for record in records)
-    failing = sum(bool(record["failures"]) for record in records)
-    found = {"with failures": failing, "without": counts["audited"] - failing}
-    return found | {status: counts[status] for status in _STATUSES if status != "audited" and counts[status]}
+def _place(row: dict[str, Any]) -> tuple[bool, int, str]:
+    status = row["status"]
+    return not row["own"], _LAST.index(status) if status in _LAST else -1, row["model_type"]
 
 
-def _counts(records: list[Record], checks: list[str]) -> list[dict[str, Any]]:
-    """By check: models by verdict, over all modes; and failures that a second run confirmed."""
-    return [
-        {
-            "check": check,
-            "verdicts": {
-                str(verdict): sum(found.get(check) == verdict for r in records for found in r["verdicts"].values())
-                for verdict in Verdict
-            },
-            "models": sum(any(failure["check"] == check for failure in r["failures"]) for r in records),
-            "confirmed": sum(
-                any(failure["check"] == check and failure["confirmed"] for failure in r["failures"]) for r in records
-            ),
-        }
-        for check in checks
-    ]
+def _statuses(rows: list[dict[str, Any]]) -> dict[str, int]:
+    return dict(collections.Counter(map(_status, sorted(rows, key=_place))))
+
+
+def _status(row: dict[str, Any]) -> str:
+    if row["own"]:
+        return "with failures of their own"
+    return "without" if row["status"] == "audited" else str(row["status"])
+
+
+def _count(check: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often a check had which verdict, over all modes; and the models that fail it."""
+    found = collections.Counter(checks[check] for row in rows for checks in row["verdicts"].values() if check in checks)
+    return {
+        "check": check,
+        "verdicts": {kind: found[kind] for kind in ("pass", "fail", _UNCONFIRMED, "inconclusive", "not applicable")},
+        "models": sum(any(failure["name"] == check for failure in row["failures"]) for row in rows),
+    }
