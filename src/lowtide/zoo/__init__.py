@@ -1,8 +1,8 @@
 """Tiny random models and fitting batches for every architecture of the installed transformers, without the hub.
 
-`find` starts from a configuration class alone: it shrinks the defaults (`shrink`), builds the most inclusive model class
-(`classes`), proposes batches from the arguments of its forward (`batches`), and keeps the first that trains all of the
-model (`trial`). What it hands out, a `Specimen`, builds the same model and the same batch for the same seed, anywhere.
+`find` starts from a configuration class alone: it shrinks the defaults (`shrink`), builds the most inclusive model
+class (`classes`), proposes batches from the arguments of its forward (`batches`), and keeps the first that trains all
+of the model (`trial`). What it hands out, a `Specimen`, builds the same model and batch for the same seed, anywhere.
 """
 
 from __future__ import annotations

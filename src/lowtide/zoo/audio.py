@@ -27,8 +27,11 @@ _BINS = (
     "input_dim",
     "feature_projection_input_dim",
     "input_feat_per_channel",
+    "n_mel_bins",
+    "input_size",
+    "feature_size",
+    "mel_dim",
 )
-_BINS += ("n_mel_bins", "input_size", "feature_size", "mel_dim")
 _MASKS = (
     "input_features_mask",
     "feature_attention_mask",
@@ -39,23 +42,25 @@ _MASKS = (
 )
 FRAMES = 32
 LONG = 128
+# What models have built in that do not say it in their configuration.
+USUAL_BINS = 128
 SAMPLES = 4000
 
 
 def spectrograms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recipe]:
     """Layouts of spectrograms as the argument `name`: bins or frames first, with a mask where one is taken."""
     tower = scene.tower(*_TOWERS)
-    bins = first(tower, *_BINS) or 16
+    bins = (first(tower, *_BINS) or USUAL_BINS) * (first(tower, "num_stacked_frames") or 1)
     lengths = dict.fromkeys((2 * (first(tower, "max_source_positions") or FRAMES // 2), LONG))
     for frames in lengths:
-        for shape in ((ROWS, bins, frames), (ROWS, frames, bins)):
+        for shape in ((ROWS, bins, frames), (ROWS, frames, bins), (ROWS, 1, frames, bins)):
             for mask in _masks(takes, frames):
                 yield {name: Noise(shape), **mask}
 
 
 def _masks(takes: Collection[str], frames: int) -> list[Recipe]:
-    names = [name for name in _MASKS if name in takes][:1]
-    return [{name: Fixed(torch.ones(ROWS, frames, dtype=torch.long))} for name in names] + [{}]
+    masks: list[Recipe] = [{n: Fixed(torch.ones(ROWS, frames, dtype=torch.long))} for n in _MASKS if n in takes]
+    return [*masks[:1], {}]
 
 
 def waveforms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recipe]:
@@ -65,5 +70,5 @@ def waveforms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recip
             for mask in _masks(takes, samples):
                 yield {name: Noise(shape), **mask}
     config: Any = scene.tower(*_TOWERS)
-    frames, bins = first(config, "max_length") or LONG, first(config, *_BINS) or 16
+    frames, bins = first(config, "max_length") or LONG, first(config, *_BINS) or USUAL_BINS
     yield {name: Noise((ROWS, frames, bins))}

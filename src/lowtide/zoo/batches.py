@@ -11,8 +11,9 @@ from lowtide.zoo.companions import with_companions
 from lowtide.zoo.labels import with_labels
 from lowtide.zoo.parts import Fixed, Recipe
 from lowtide.zoo.placeholders import texts_with_placeholders
-from lowtide.zoo.scene import LENGTH, ROWS, Scene
+from lowtide.zoo.scene import LENGTH, ROWS, Scene, first
 from lowtide.zoo.series import series
+from lowtide.zoo.unusual_batches import unusual
 from lowtide.zoo.vision import pictures
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MODALITIES = (
     ("pixel_values", pictures),
     ("pixel_values_videos", pictures),
+    ("image", pictures),
     ("input_features", spectrograms),
     ("audio_mel", spectrograms),
     ("spectrogram", spectrograms),
@@ -33,28 +35,39 @@ def candidates(scene: Scene) -> Iterator[Recipe]:
     """Recipes to try, the richest first, each first with labels and then without."""
     for inputs in _inputs(scene):
         taken = {name: part for name, part in inputs.items() if scene.takes(name)}
-        yield from with_labels(scene, with_companions(scene, taken))
+        for recipe in with_companions(scene, taken):
+            yield from with_labels(scene, recipe)
 
 
 def _inputs(scene: Scene) -> Iterator[Recipe]:
+    yield from unusual(scene)
     yield from texts_with_placeholders(scene)
     if scene.takes("past_values"):
         yield from series(scene)
     for name, layouts in _MODALITIES:
-        if scene.takes(name) and (name != "hidden_states" or "grid_thw" in scene.required):
+        if scene.takes(name) and (name != "hidden_states" or _looks_at_pictures(scene)):
             for recipe in layouts(scene, name, scene.arguments):
                 yield from _with_text(scene, recipe)
     yield from _texts(scene)
     yield {}
 
 
+def _looks_at_pictures(scene: Scene) -> bool:
+    """Whether hidden states are what a vision tower calls its pictures."""
+    return "hidden_states" in scene.required and first(scene.config, "patch_size") is not None
+
+
 def _with_text(scene: Scene, recipe: Recipe) -> Iterator[Recipe]:
-    """Beside a picture or sound: text for the encoder, or for the decoder, or none."""
-    if scene.takes("decoder_input_ids"):
-        yield recipe | {"decoder_input_ids": scene.tokens()}
+    """Beside a picture or sound: text for the encoder, for the decoder, for both, or none."""
+    decoder: Recipe = {"decoder_input_ids": scene.tokens()} if scene.takes("decoder_input_ids") else {}
+    if "input_ids" not in scene.required and decoder:
+        yield recipe | decoder
     if scene.takes("input_ids"):
-        yield _text(scene) | recipe
-    yield recipe
+        yield recipe | decoder | _text(scene)
+        if decoder:
+            yield recipe | _text(scene)
+    if "input_ids" not in scene.required:
+        yield recipe
 
 
 def _texts(scene: Scene) -> Iterator[Recipe]:

@@ -13,21 +13,21 @@ import pkgutil
 import typing
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
-
-    from torch import nn
 
 # How a class name ends, from what trains most of a model to what trains a part of it. A class with the earlier ending
 # is tried first; among equals, the one that comes first in its file.
 ENDINGS = (
     "ForConditionalGeneration",
-    "ForCausalLM",
-    "LMHeadModel",
+    "ForCTC",
     "ForPreTraining",
     "ForMaskedLM",
-    "ForCTC",
+    "ForCausalLM",
+    "LMHeadModel",
     "ForPrediction",
     "ForUniversalSegmentation",
     "ForInstanceSegmentation",
@@ -42,6 +42,8 @@ ENDINGS = (
     "ForTokenClassification",
     "ForQuestionAnswering",
 )
+# These use one tower of several, so that a model of several without a head of its own comes before them.
+_OF_ONE_TOWER = ("ForImageClassification", "ForVideoClassification", "ForAudioClassification")
 # Classes with any other head come next, then those without a head, then parts.
 _OTHER_HEAD, _BARE, _PART = len(ENDINGS), len(ENDINGS) + 1, len(ENDINGS) + 2
 _PARTS = ("Encoder", "Decoder", "Stack", "Backbone", "EncoderModel", "WithProjection")
@@ -65,7 +67,14 @@ def model_classes(model_type: str) -> tuple[type[nn.Module], ...]:
     """The model classes of a model type that can be tried, the most inclusive first."""
     configuration = configuration_class(model_type)
     own = [cls for module in _modeling_modules(configuration) for cls in _models_in(module, configuration)]
-    return tuple(sorted(own or _from_auto_classes(model_type), key=lambda cls: _rank(cls.__name__)))
+    has_towers = len(getattr(configuration, "sub_configs", {})) > 1
+    return tuple(sorted(own or _from_auto_classes(model_type), key=lambda cls: _rank(cls.__name__, has_towers)))
+
+
+@functools.cache
+def is_in_source(configuration: type[Any], text: str) -> bool:
+    """Whether the modelling code beside a configuration contains a text."""
+    return any(text in inspect.getsource(module) for module in _modeling_modules(configuration))
 
 
 def missing_package(model_type: str) -> str | None:
@@ -97,8 +106,13 @@ def _models_in(module: ModuleType, configuration: type[Any]) -> Iterator[type[nn
     base = importlib.import_module("transformers").PreTrainedModel
     for cls in vars(module).values():
         is_own = inspect.isclass(cls) and issubclass(cls, base) and cls.__module__ == module.__name__
-        if is_own and not cls.__name__.endswith(_NOT_MODELS) and _takes(cls, configuration):
+        if is_own and not cls.__name__.endswith(_NOT_MODELS) and _has_forward(cls) and _takes(cls, configuration):
             yield cls
+
+
+def _has_forward(model: type[Any]) -> bool:
+    """Some models only generate, or only encode and decode."""
+    return model.forward is not nn.Module.forward
 
 
 def _takes(model: type[Any], configuration: type[Any]) -> bool:
@@ -108,12 +122,12 @@ def _takes(model: type[Any], configuration: type[Any]) -> bool:
     if declared is not None and isinstance(declared.annotation, str):
         return declared.annotation.strip("\"'") == configuration.__name__
     annotation = declared.annotation if declared is not None else inspect.Parameter.empty
-    if annotation is inspect.Parameter.empty or not issubclass_of_configuration(annotation):
+    if annotation is inspect.Parameter.empty or not _names_configuration(annotation):
         annotation = model.config_class
     return configuration in (typing.get_args(annotation) or (annotation,))
 
 
-def issubclass_of_configuration(annotation: Any) -> bool:
+def _names_configuration(annotation: Any) -> bool:
     """Whether an annotation names a configuration of one model, or several of them; not just any configuration."""
     base = importlib.import_module("transformers").PreTrainedConfig
     kinds = typing.get_args(annotation) or (annotation,)
@@ -128,14 +142,14 @@ def _from_auto_classes(model_type: str) -> list[type[nn.Module]]:
     for mapping in (value for key, value in vars(auto).items() if key.startswith("MODEL_") and key.endswith("_NAMES")):
         found = mapping.get(model_type, ())
         names.update(dict.fromkeys((found,) if isinstance(found, str) else found))
-    classes = (getattr(transformers, name, None) for name in names)
-    return [cls for cls in classes if inspect.isclass(cls)]
+    classes: Iterator[type[nn.Module] | None] = (getattr(transformers, name, None) for name in names)
+    return [cls for cls in classes if cls is not None]
 
 
-def _rank(name: str) -> int:
-    if name.endswith(_PARTS):
+def _rank(name: str, has_towers: bool) -> int:
+    if name.endswith(_PARTS) or (has_towers and name.endswith(_OF_ONE_TOWER)):
         return _PART
     for rank, ending in enumerate(ENDINGS):
         if name.endswith(ending):
             return rank
-    return _OTHER_HEAD if "For" in name else _BARE
+    return _OTHER_HEAD if "For" in name else _BARE if name.endswith("Model") else _PART

@@ -8,16 +8,33 @@ import torch
 
 from lowtide.zoo.parts import Fixed, Integers, Noise, Part, Recipe, Tokens
 from lowtide.zoo.scene import LENGTH, ROWS, Scene, first
-from lowtide.zoo.vision import GRID, channels, patch_size, vision_tower
+from lowtide.zoo.unusual_batches import flattened_patches
+from lowtide.zoo.vision import channels, patch_size, picture_sizes, vision_tower
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 
-def with_companions(scene: Scene, recipe: Recipe) -> Recipe:
-    """The recipe and all that is required besides, as far as it is known how to make it."""
+def with_companions(scene: Scene, recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe with all that is required and wanted besides, and then with no more than is required.
+
+    Nothing, if something is required that nobody knows how to make.
+    """
+    required = completed(scene, recipe, scene.required)
+    lacking = [name for name in scene.required if name not in required]
+    if lacking:
+        scene.notes.append(f"{', '.join(recipe) or 'nothing'}: lacks {', '.join(lacking)}")
+        return
+    wanted = completed(scene, required, WANTED)
+    if len(wanted) > len(required):
+        yield wanted
+    yield required
+
+
+def completed(scene: Scene, recipe: Recipe, names: Iterable[str]) -> Recipe:
+    """The recipe and those of the named arguments that the model takes and that can be made."""
     complete = dict(recipe)
-    for name in (*scene.required, *WANTED):
+    for name in names:
         maker = COMPANIONS.get(name)
         if name not in complete and scene.takes(name) and maker is not None:
             part = maker(scene, complete)
@@ -59,8 +76,15 @@ def _masked_patches(scene: Scene, recipe: Recipe) -> Part:  # noqa: ARG001
 
 
 def _flattened(scene: Scene, recipe: Recipe) -> Part:  # noqa: ARG001
-    """Patches with their row and column, counted from one, in front."""
-    return Noise((ROWS, GRID * GRID, channels(vision_tower(scene)) * patch_size(vision_tower(scene)) ** 2 + 2))
+    return flattened_patches(scene)
+
+
+def _high_resolution(scene: Scene, recipe: Recipe) -> Part | None:
+    """The same pictures for a second tower."""
+    tower = scene.tower("high_res_vision_config")
+    if "pixel_values" not in recipe or tower is scene.config:
+        return None
+    return Noise((ROWS, channels(tower), *picture_sizes(tower)[0]))
 
 
 def _ones(scene: Scene, recipe: Recipe) -> Part:  # noqa: ARG001
@@ -86,6 +110,7 @@ COMPANIONS: dict[str, Callable[[Scene, Recipe], Part | None]] = {
     "decoder_input_ids": _tokens,
     "encoder_hidden_states": _encoder_hidden,
     "flattened_patches": _flattened,
+    "high_res_pixel_values": _high_resolution,
     "hidden_states": _hidden,
     "inputs_embeds": _hidden,
     "next_sentence_label": _next_sentence,
@@ -95,4 +120,11 @@ COMPANIONS: dict[str, Callable[[Scene, Recipe], Part | None]] = {
     "sentence_order_label": _next_sentence,
 }
 # Optional, and given whenever they are taken: without them, a part of the model or of its loss stays idle.
-WANTED = ("bbox", "return_loss", "next_sentence_label", "sentence_order_label")
+WANTED = (
+    "high_res_pixel_values",
+    "bbox",
+    "bool_masked_pos",
+    "return_loss",
+    "next_sentence_label",
+    "sentence_order_label",
+)

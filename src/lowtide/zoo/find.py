@@ -13,7 +13,7 @@ from lowtide.zoo.batches import candidates
 from lowtide.zoo.classes import configuration_class, missing_package, model_classes, model_types
 from lowtide.zoo.parts import Recipe, make_batch
 from lowtide.zoo.rules import PLANS, Plan
-from lowtide.zoo.scene import Scene
+from lowtide.zoo.scene import Scene, in_short
 from lowtide.zoo.shrink import shrink
 from lowtide.zoo.specimen import Specimen, build_model
 from lowtide.zoo.surroundings import own_randomness, quiet
@@ -28,15 +28,21 @@ MOST_CLASSES = 4
 MOST_BATCHES = 60
 
 
+# Of the reasons for a failure, so many from the beginning and from the end are shown.
+_SHOWN = 4
+
+
 class CannotBuildError(LowtideError):
     """No tiny model of an architecture could be made to train; the message says what was tried."""
 
     def __init__(self, model_type: str, reasons: list[str]) -> None:
         self.model_type = model_type
         self.reasons = tuple(reasons)
-        shown = list(dict.fromkeys(reasons))
-        lines = shown if len(shown) <= 8 else [*shown[:4], f"... {len(shown) - 8} more ...", *shown[-4:]]
-        super().__init__("\n  ".join([f"No specimen of {model_type!r} could be built:", *lines]))
+        different = list(dict.fromkeys(reasons))
+        left_out = len(different) - 2 * _SHOWN
+        if left_out > 0:
+            different = [*different[:_SHOWN], f"... {left_out} more ...", *different[-_SHOWN:]]
+        super().__init__("\n  ".join([f"No specimen of {model_type!r} could be built:", *different]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +105,17 @@ def _find_for_plan(cls: type[nn.Module], model_type: str, plan: Plan, attempts: 
     try:
         config = shrink(configuration_class(model_type)(), plan)
         model = _build(cls, config)
-        recipes = list(itertools.islice(candidates(Scene(model, config)), MOST_BATCHES))
+        scene = Scene(model, config)
+        recipes = list(itertools.islice(candidates(scene), MOST_BATCHES))
     except Exception as error:  # noqa: BLE001  a plan is a guess, and what it breaks is recorded
-        attempts.append(_in_short(error))
+        attempts.append(in_short(error))
         return None
+    attempts += scene.notes
     for recipe in recipes:
         try:
             outcome = try_batch(model, make_batch(recipe, 0))
         except Exception as error:  # noqa: BLE001  so is a batch
-            attempts.append(f"{', '.join(recipe)}: {_in_short(error)}")
+            attempts.append(f"{', '.join(recipe)}: {in_short(error)}")
             continue
         if best is None or outcome > best.outcome:
             best = _Found(outcome, config, recipe, cls)
@@ -122,8 +130,3 @@ def _build(cls: type[nn.Module], config: Any) -> nn.Module:
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size / 1e6:.0f}M parameters are too many")
     return build_model(cls, config, 0)
-
-
-def _in_short(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"

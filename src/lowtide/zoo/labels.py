@@ -19,6 +19,10 @@ OBJECTS = 2
 
 def with_labels(scene: Scene, recipe: Recipe) -> Iterator[Recipe]:
     """The recipe with labels, as far as the model takes any, and then without."""
+    if "labels" in recipe:
+        yield recipe
+        yield {name: part for name, part in recipe.items() if name != "labels"}
+        return
     if scene.takes("start_positions") and scene.takes("end_positions") and not scene.takes("labels"):
         yield recipe | {name: Integers((ROWS,), LENGTH) for name in ("start_positions", "end_positions")}
     if scene.takes("mask_labels") and scene.takes("class_labels"):

@@ -27,13 +27,31 @@ _NOT_COUNTS = re.compile(
 _MAIN_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
 
 # Where the kind changes once: that many layers of the first kind.
-_BOUNDARIES = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_kv_shared_layers")
-_BOUNDARIES += ("num_sparse_encoder_layers", "num_sparse_decoder_layers", "num_first_full_attention_layers")
+_BOUNDARIES = {
+    "first_k_dense_replace",
+    "moe_layer_start_index",
+    "num_dense_layers",
+    "num_first_full_attention_layers",
+    "num_kv_shared_layers",
+    "num_sparse_decoder_layers",
+    "num_sparse_encoder_layers",
+}
 # Where every so many layers one is special.
-_PERIODS = ("attn_layer_period", "expert_layer_period", "full_attention_interval", "global_attn_every_n_layers")
-_PERIODS += ("sliding_window_pattern", "no_rope_layer_interval", "layer_group_size", "interleave_moe_layer_step")
-_PERIODS += ("encoder_sparse_step", "decoder_sparse_step", "cross_layer_interval", "cross_attention_frequency")
-_OFFSETS = ("attn_layer_offset", "expert_layer_offset")
+_PERIODS = {
+    "attn_layer_period",
+    "cross_attention_frequency",
+    "cross_layer_interval",
+    "decoder_sparse_step",
+    "encoder_sparse_step",
+    "expert_layer_period",
+    "full_attention_interval",
+    "global_attn_every_n_layers",
+    "interleave_moe_layer_step",
+    "layer_group_size",
+    "no_rope_layer_interval",
+    "sliding_window_pattern",
+}
+_OFFSETS = {"attn_layer_offset", "expert_layer_offset"}
 _INDICES = re.compile(r".*(indexes|indices|indexs|_layers|layer_ids|layer_idx|_layer_index)")
 
 
@@ -60,6 +78,8 @@ def layer_fields(config: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _counts(config: Any, names: Sequence[str], layers: int) -> dict[str, int]:
     found = {}
+    if isinstance(read(config, "depths"), list | tuple):
+        return {}
     for name in names:
         value = read(config, name)
         if type(value) is int and value > 0 and _COUNTS.fullmatch(name) and not _NOT_COUNTS.fullmatch(name):
@@ -72,7 +92,9 @@ def _alternating_kinds(config: Any, names: Sequence[str], layers: int) -> dict[s
     if layers < OF_ONE_KIND:
         return {}
     lists = {name: read(config, name) for name in names}
-    lists = {n: v for n, v in lists.items() if isinstance(v, list | tuple) and len(v) == layers and _is_plain(v)}
+    lists = {
+        n: v for n, v in lists.items() if isinstance(v, list | tuple) and len(v) == layers and _are_kinds(config, n, v)
+    }
     if not lists:
         return {}
     chosen = _cover([tuple(entries) for entries in zip(*lists.values(), strict=True)])
@@ -80,8 +102,12 @@ def _alternating_kinds(config: Any, names: Sequence[str], layers: int) -> dict[s
     return {name: list(column) for name, column in zip(lists, columns, strict=True)}
 
 
-def _is_plain(entries: Sequence[Any]) -> bool:
-    return all(isinstance(entry, str | int | float) for entry in entries)
+def _are_kinds(config: Any, name: str, entries: Sequence[Any]) -> bool:
+    """Whether a list is about layers. One of numbers may be about stages as well."""
+    if all(isinstance(entry, str | bool) for entry in entries):
+        return True
+    is_about_layers = "layer" in name or not isinstance(read(config, "depths"), list | tuple)
+    return is_about_layers and all(isinstance(entry, str | int | float) for entry in entries)
 
 
 def _cover(layers: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -117,7 +143,7 @@ def _special_indices(config: Any, names: Sequence[str], layers: int) -> dict[str
         if (
             is_list
             and _INDICES.fullmatch(name)
-            and 0 <= min(value)
+            and min(value) >= 0
             and max(value) < layers
             and len(set(value)) == len(value) < layers
         ):

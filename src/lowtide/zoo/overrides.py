@@ -1,18 +1,160 @@
 """Exceptions: what a single architecture needs beyond the rules, each with its reason.
 
-Keyed by the model type of a configuration; it holds wherever that configuration occurs, also inside others.
+Keyed by the model type of a configuration; they hold wherever that configuration occurs, also inside others.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lowtide.zoo.rules import Plan
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 
-CONFIG: dict[str, dict[str, Any]] = {}
+FIELDS: dict[str, dict[str, Any]] = {
+    # -- Sizes of stages that the rules cannot scale: no common divisor, or they must fit one another. --
+    "align_vision_model": {"width_coefficient": 0.2, "depth_coefficient": 1.0, "hidden_dim": 64},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 1.0, "hidden_dim": 320},
+    "efficientloftr": {"stage_num_blocks": [2, 2, 2, 2], "out_features": [16, 16, 32, 64], "hidden_size": 64},
+    "hgnet_v2": {
+        "stem_channels": [3, 16, 16],
+        "stage_in_channels": [16, 16, 32, 64],
+        "stage_mid_channels": [8, 8, 16, 16],
+        "stage_out_channels": [16, 32, 64, 128],
+        "hidden_sizes": [16, 32, 64, 128],
+        "stage_num_blocks": [1, 1, 2, 1],
+        "stage_numb_of_layers": [2, 2, 2, 2],
+        "embedding_size": 16,
+    },
+    "sam2_hiera_det_model": {
+        "hidden_size": 16,
+        "image_size": [64, 64],
+        "blocks_per_stage": [2, 2, 2, 2],
+        "embed_dim_per_stage": [16, 32, 64, 128],
+        "window_size_per_stage": [4, 4, 2, 2],
+        "global_attention_blocks": [3, 5],
+    },
+    "seggpt": {"image_size": [64, 32], "pretrain_image_size": 32, "merge_index": 0},
+    # A drop path rate is looked up by the stage's number in a list as long as the stage, so that no stage is shorter.
+    "cvt": {"depth": [2, 2, 3]},
+    "swin2sr": {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "image_size": 32, "window_size": 4},
+    # Lists are added to a list.
+    "vitmatte": {"convstream_hidden_sizes": [16, 16, 32], "fusion_hidden_sizes": [32, 32, 16, 16], "hidden_size": 64},
+    "vitpose": {"image_size": [32, 32]},
+    # Widths double with every downsampling.
+    "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 64},
+    "encodec": {"num_filters": 4},
+    "mimi": {"num_filters": 4},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 4},
+    # The patches of a picture are pictures for its towers; and hooks are set on their layers.
+    "depth_pro": {"patch_size": 32, "intermediate_hook_ids": [1, 0]},
+    "perceiver": {"d_latents": 64, "num_self_attends_per_block": 2, "output_num_channels": 16},
+    # Positions are divided over a rectangle, as long as a text; so are its chunks.
+    "reformer": {
+        "axial_pos_shape": [3, 4],
+        "axial_pos_embds_dim": [16, 48],
+        "attn_layers": ["local", "lsh", "local", "lsh"],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 4,
+    },
+    # -- Left open by default, and missed by the model. --
+    "hiera": {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_num_heads": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention"] * 4,
+    },
+    "esm": {"pad_token_id": 1, "mask_token_id": 32},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "sapiens2_head": {"upsample_out_channels": [32, 32], "conv_out_channels": [32]},
+    "chameleon": {"vocabulary_map": {"<image>": 127} | {f"IMGIMG{chr(65 + n)}Z": 100 + n for n in range(8)}},
+    "chameleon_vqgan": {"num_embeddings": 8},
+    "emu3": {
+        "vocabulary_map": {"<image>": 127, "<|extra_200|>": 126}
+        | {f"<|visual token {n:06d}|>": 100 + n for n in range(8)}
+    },
+    "emu3_vqgan": {"codebook_size": 8},
+    # -- Kinds of layers said in a way of its own. --
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    # -- Numbers that must fit others. --
+    "aria": {"projector_patch_to_query_dict": {16: 8, 64: 8}},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
+    # The width after subsampling is computed as if the first number were the bins, of which there are 128.
+    "gemma4_audio": {"subsampling_conv_channels": [128, 8]},
+    "janus_vqgan": {"num_patches": 2},
+    # The numbers in a patch.
+    "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 192},
+    "pix2struct_vision_model": {"patch_embed_hidden_size": 192},
+    "glm5_next_text": {"index_kpool": 4},
+    "granite_speech_encoder": {"context_size": 16},
+    "granite_speech_plus_encoder": {"context_size": 16},
+    # The outputs of two layers beside the last.
+    "mllama_vision_model": {"vision_output_dim": 192},
+    "granite_speech": {"window_size": 10},
+    "granite_speech_plus": {"window_size": 10},
+    # The tower's outputs are shuffled, four of them into one, before they go through its projector.
+    "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64},
+    # Coordinates share the width, a sixth for each.
+    "lilt": {"hidden_size": 48},
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "rf_detr": {"projector_scale_factors": [1.0]},
+    # Tokens are merged behind this layer.
+    "minicpm_ocr_vision": {"insert_layer_id": 1, "num_hidden_layers": 4},
+    "minicpmv4_6_vision": {"insert_layer_id": 1, "num_hidden_layers": 4},
+    "minicpmv4_7_vision": {"insert_layer_id": 1, "num_hidden_layers": 4},
+    # The last of these is the width of the encoder behind it.
+    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, 64]},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, 64]},
+    "lw_detr_vit": {"image_size": 64, "num_windows": 4},
+    "mask2former": {"feature_size": 64, "mask_feature_size": 64},
+    # Height and width share the pairs of a head equally.
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROTARY, "mrope_section": [2, 2, 4]}},
+    # Rotary parameters by the kind of layer, which the defaults lack.
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROTARY, "mrope_section": [4, 2, 2]}}},
+}
+
+# Attributes that a model reads and its configuration has no field for: set by the configuration around it, or nowhere.
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 96},
+    "t5gemma2_decoder": {"dropout_rate": 0.1},
+    "t5gemma2_text": {"dropout_rate": 0.1},
+}
 
 
-def override_for(config: Any, plan: Plan) -> dict[str, Any]:  # noqa: ARG001
-    """The fields that this configuration gets whatever the rules say."""
-    return CONFIG.get(config.model_type, {})
+def override_fields(model_type: str, fields: dict[str, Any]) -> None:
+    """Changes the fields that a configuration of this type is built from, and those of its towers."""
+    for path, value in FIELDS.get(model_type, {}).items():
+        *towers, name = path.split(".")
+        if towers:
+            setattr(fields[towers[0]], name, value)
+        else:
+            fields[name] = value
+
+
+def set_attributes(config: Any) -> None:
+    """Sets what a configuration of this type lacks."""
+    for path, value in ATTRIBUTES.get(config.model_type, {}).items():
+        *towers, name = path.split(".")
+        owner = config
+        for tower in towers:
+            owner = getattr(owner, tower)
+        setattr(owner, name, value)

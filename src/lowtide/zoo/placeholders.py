@@ -8,23 +8,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide.zoo import audio, vision
+from lowtide.zoo.companions import completed
 from lowtide.zoo.parts import Fixed, Recipe, make_batch
-from lowtide.zoo.scene import LENGTH, ROWS, Scene, anywhere
+from lowtide.zoo.scene import LENGTH, ROWS, Scene, anywhere, in_short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from torch import nn
-
     Layouts = Callable[[Scene, str, Collection[str]], Iterator[Recipe]]
 
 # More placeholders than this make a batch slow.
-MOST = 1024
+MOST = 2048
 # Of each modality, this many layouts are tried in the whole model.
 LAYOUTS = 3
 
@@ -42,18 +42,24 @@ class Modality:
     """Its number among the token types of multimodal models."""
 
 
+IMAGE, VIDEO, AUDIO = 1, 2, 3
+
+
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "im_patch_id")
 _AUDIO_TOKENS = ("audio_token_id", "audio_token_index", "audio_placeholder_token_id", "speech_token_id")
 MODALITIES = (
-    Modality(_IMAGE_TOKENS, "get_image_features", (("pixel_values", vision.pictures),), 1),
+    Modality(_IMAGE_TOKENS, "get_image_features", (("pixel_values", vision.pictures),), IMAGE),
     Modality(
         _AUDIO_TOKENS,
         "get_audio_features",
         (("input_features", audio.spectrograms), ("input_values", audio.waveforms)),
-        3,
+        AUDIO,
     ),
     Modality(
-        ("video_token_id", "video_token_index"), "get_video_features", (("pixel_values_videos", vision.pictures),), 2
+        ("video_token_id", "video_token_index"),
+        "get_video_features",
+        (("pixel_values_videos", vision.pictures),),
+        VIDEO,
     ),
 )
 
@@ -74,7 +80,7 @@ def texts_with_placeholders(scene: Scene) -> Iterator[Recipe]:
     if not found:
         return
     # A picture and a video go through the same tower; video is for those that know nothing else.
-    together = found[:-1] if len(found) > 1 and found[-1][0].kind == 2 else found
+    together = found[:-1] if len(found) > 1 and found[-1][0].kind == VIDEO else found
     if len(together) > 1:
         yield _text_with(scene, [plantings[0] for plantings in together])
     for plantings in itertools.chain(found):
@@ -84,38 +90,53 @@ def texts_with_placeholders(scene: Scene) -> Iterator[Recipe]:
 
 def _plantings(scene: Scene, modality: Modality) -> Iterator[Planting]:
     token = anywhere(scene.config, *modality.token_fields)
-    owner = _owner(scene.model, modality.method)
-    if token is None or owner is None:
+    owner = next((module for module in scene.model.modules() if hasattr(module, modality.method)), None)
+    if not isinstance(token, int):
         return
-    taken = set(inspect.signature(getattr(owner, modality.method)).parameters) | set(scene.arguments)
+    method = getattr(owner, modality.method) if owner is not None else None
+    taken = set(scene.arguments) | set(inspect.signature(method).parameters if method is not None else ())
     layouts = (layout for name, make in modality.arguments if scene.takes(name) for layout in make(scene, name, taken))
     working = 0
-    for layout in layouts:
-        count = _count_features(owner, modality.method, layout)
-        if count is not None and count <= MOST:
+    for pictures_or_sound in layouts:
+        layout = completed(scene, pictures_or_sound, ("high_res_pixel_values",))
+        recipe = {name: part for name, part in layout.items() if scene.takes(name)}
+        try:
+            count = _features(method, layout) if method is not None else _features_by_complaint(scene, recipe, token)
+        except Exception as error:  # noqa: BLE001  a layout is a guess, and models fail on wrong ones in any way they like
+            scene.notes.append(f"{modality.method} of {', '.join(layout)}: {in_short(error)}")
+            continue
+        if count % ROWS == 0 and 0 < count <= MOST:
             working += 1
-            yield Planting({n: p for n, p in layout.items() if n in scene.arguments}, token, count, modality.kind)
+            yield Planting(recipe, token, count // ROWS, modality.kind)
         if working == LAYOUTS:
             return
 
 
-def _owner(model: nn.Module, method: str) -> nn.Module | None:
-    return next((module for module in model.modules() if hasattr(module, method)), None)
-
-
-def _count_features(owner: nn.Module, method: str, layout: Recipe) -> int | None:
-    """How many features a layout makes in each row; None if the model does not take it."""
-    function = getattr(owner, method)
-    names = inspect.signature(function).parameters
+def _features(method: Callable[..., Any], layout: Recipe) -> int:
+    """How many features a method makes of a layout."""
+    names = inspect.signature(method).parameters
     takes_all = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in names.values())
     batch = {name: value for name, value in make_batch(layout, 0).items() if takes_all or name in names}
+    with torch.no_grad():
+        features = method(**batch)
+    return sum(tensor.numel() // tensor.shape[-1] for tensor in _feature_tensors(features))
+
+
+_COMPLAINT = re.compile(r"tokens:? \d+,? features:? (\d+)")
+
+
+def _features_by_complaint(scene: Scene, recipe: Recipe, token: int) -> int:
+    """The same from models without such a method: given too many placeholders, they say how many they expect."""
+    batch = make_batch(_text_with(scene, [Planting(recipe, token, MOST // ROWS, 0)]), 0)
     try:
         with torch.no_grad():
-            features = function(**batch)
-    except Exception:  # noqa: BLE001  a layout is a guess, and models fail on wrong ones in any way they like
-        return None
-    total = sum(tensor.numel() // tensor.shape[-1] for tensor in _feature_tensors(features))
-    return total // ROWS if total and total % ROWS == 0 else None
+            scene.model(**{name: value for name, value in batch.items() if scene.takes(name)})
+    except ValueError as error:
+        complaint = _COMPLAINT.search(str(error))
+        if complaint is None:
+            raise
+        return int(complaint.group(1))
+    return 0
 
 
 def _feature_tensors(features: Any) -> list[torch.Tensor]:
@@ -156,7 +177,7 @@ def _text_with(scene: Scene, plantings: list[Planting]) -> Recipe:
 
 def _marks(scene: Scene, planting: Planting, before: int, after: int) -> list[tuple[int, int]]:
     """Tokens around placeholders, from which some models tell where a picture begins."""
-    if planting.kind == 3:
+    if planting.kind == AUDIO:
         return []
     marks = (
         (before, anywhere(scene.config, "vision_start_token_id", "image_start_token_id", "boi_token_id")),

@@ -31,9 +31,7 @@ class Plan:
 
 PLANS = (
     Plan("small"),
-    Plan("large images", image=64, staged_image=128, patch=16),
-    Plan("few heads", heads=2, head_dim=32, image=64, staged_image=128),
-    Plan("wide", width=128, heads=4, head_dim=32, inner=128, image=128, staged_image=256, patch=16),
+    Plan("large", width=128, head_dim=32, inner=128, image=64, staged_image=128, patch=16),
 )
 
 
@@ -85,11 +83,7 @@ RULES = (
     ),
     _rule("queries", r"two_stage_num_proposals|num_detection_tokens|train_num_points|latent_query_num", 8),
     _rule("windows", r"attention_window|window_size|local_window_size|attention_window_size|local_radius", 4),
-    _rule(
-        "windows",
-        r"sliding_window(_size)?|local_attention|.*attention_chunk_size|.*chunk_size|chunk_length|index_topk",
-        8,
-    ),
+    _rule("windows", r"sliding_window(_size)?|local_attention|index_topk|(mamba_|attention_)?chunk_size", 8),
     _rule("sources", r"max_source_positions", 16),
     _rule("places", r"n_positions|n_ctx|max_seq_len|max_sequence_length|max_length|max_target_positions", 128),
     _rule("places", r"(.*_)?max_position_embeddings|max_(en|de)coder_position_embeddings|max_pos_emb", 128),
@@ -101,6 +95,8 @@ RULES = (
     ),
     _rule("groups", r"num_groups|num_norm_groups|.*conv_pos.*_groups|upsample_groups", 4),
     _rule("states", r"mamba_d_state|state_size|ssm_state_size|mamba_state_dim|mamba_d_ssm", 16),
+    _rule("half widths", r"num_pos_feats", lambda p: p.width // 2),
+    _rule("rotated widths", r"rotary_dim", lambda p: p.head_dim // 2),
     _rule(
         "head widths",
         r"(.*_)?head_dim|d_kv|(.*_)?d_head|(.*_)?dim_head|(attention_)?head_size|kv_channels",

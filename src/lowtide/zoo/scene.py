@@ -29,6 +29,8 @@ class Scene:
 
     model: nn.Module
     config: Any
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What went wrong while batches were made up."""
 
     @functools.cached_property
     def arguments(self) -> dict[str, inspect.Parameter]:
@@ -94,6 +96,11 @@ class Scene:
                 if hasattr(found, "model_type"):
                     return found
         return self.config
+
+
+def in_short(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def first(config: Any, *names: str) -> Any:

@@ -23,19 +23,19 @@ def series(scene: Scene) -> Iterator[Recipe]:
     past = context + lags
     for values in ((ROWS, past), (ROWS, past, channels)):
         recipe: Recipe = {"past_values": Noise(values)}
-        recipe |= _when_taken(scene, _past(scene, past))
+        recipe |= _when_taken(scene, _past(scene, values))
         future = _when_taken(scene, _future(scene, (ROWS, ahead, *values[2:])))
         if future:
             yield recipe | future
         yield recipe
 
 
-def _past(scene: Scene, past: int) -> Recipe:
+def _past(scene: Scene, shape: tuple[int, ...]) -> Recipe:
     times = first(scene.config, "num_time_features") or 0
     return {
-        "past_time_features": Noise((ROWS, past, max(times, 1))),
-        "past_observed_mask": Fixed(torch.ones(ROWS, past)),
-        "past_values_padding": Fixed(torch.zeros(ROWS, past)),
+        "past_time_features": Noise((*shape[:2], times)),
+        "past_observed_mask": Fixed(torch.ones(shape)),
+        "past_values_padding": Fixed(torch.zeros(shape)),
         "freq": Integers((ROWS, 1), 3),
     }
 
@@ -44,7 +44,7 @@ def _future(scene: Scene, shape: tuple[int, ...]) -> dict[str, Part]:
     times = first(scene.config, "num_time_features") or 0
     return {
         "future_values": Noise(shape),
-        "future_time_features": Noise((*shape[:2], max(times, 1))),
+        "future_time_features": Noise((*shape[:2], times)),
         "target_values": Noise(shape),
     }
 

@@ -7,20 +7,21 @@ derives and validates the rest.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
 from lowtide.zoo.classes import configuration_class
 from lowtide.zoo.fields import field_names, is_configuration, read
 from lowtide.zoo.layers import layer_fields
-from lowtide.zoo.overrides import override_for
+from lowtide.zoo.overrides import override_fields, set_attributes
 from lowtide.zoo.rotary import shrink_rotary
 from lowtide.zoo.rules import Plan, bound_of
-from lowtide.zoo.token_ids import TokenIds, is_token_id
+from lowtide.zoo.stages import doubling_width, is_staged, shrink_stages, small_backbone
+from lowtide.zoo.token_ids import PLACEHOLDER_FIELDS, TokenIds, is_token_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # Randomness that does not come from torch, or that leaves out whole layers, is off; and the last layer of a tower is
 # read, not the one before it, so that all layers have gradients.
@@ -36,6 +37,17 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+# Sizes that some configurations leave open, and their models then miss.
+_UNSET: dict[str, Callable[[Plan], int]] = {
+    "vocab_size": lambda plan: plan.vocabulary,
+    "head_dim": lambda plan: plan.head_dim,
+    "num_key_value_heads": lambda plan: plan.heads,
+    "context_length": lambda _: 8,
+    "prediction_length": lambda _: 4,
+    "num_experts_per_tok": lambda _: 2,
+}
+
+
 def shrink(config: Any, plan: Plan, tokens: TokenIds | None = None) -> Any:
     """A tiny configuration of the same class as this default one."""
     tokens = tokens or TokenIds(plan.vocabulary)
@@ -44,42 +56,80 @@ def shrink(config: Any, plan: Plan, tokens: TokenIds | None = None) -> Any:
     for name in names:
         value = read(config, name)
         small = _shrink_field(config, name, value, plan, tokens)
-        if small is not value:
+        if is_configuration(value) or small != value or not _is_default(config, name, value):
             changed[name] = small
-    changed |= layer_fields(config, names)
+    for name, value in layer_fields(config, names).items():
+        changed[name] = _bounded(name, value, plan)
     changed |= shrink_rotary(config, plan.head_dim)
+    changed |= {name: shrink(tower, plan, tokens) for name, tower in _towers_left_out(config)}
     changed |= _heads_of_state_spaces(config, names, changed.get("hidden_size", read(config, "hidden_size")), plan)
     changed |= {name: value for name, value in _SETTINGS.items() if isinstance(read(config, name), int | float)}
-    changed |= override_for(config, plan)
-    return type(config)(**changed)
+    override_fields(config.model_type, changed)
+    small_config = type(config)(**changed)
+    set_attributes(small_config)
+    return small_config
+
+
+def _towers_left_out(config: Any) -> Iterator[tuple[str, Any]]:
+    """Towers that a model can have and does not have by default."""
+    for name, tower in getattr(type(config), "sub_configs_defaults", {}).items():
+        if read(config, name) is not None:
+            continue
+        if dataclasses.is_dataclass(tower) and isinstance(tower, type):
+            yield name, tower()
+        elif tower.model_type is not None:
+            yield name, configuration_class(tower.model_type)(**(tower.init_kwargs or {}))
+
+
+def _bounded(name: str, value: Any, plan: Plan) -> Any:
+    """Sizes may be listed for each layer, too."""
+    if isinstance(value, list) and "layer" not in name and not name.startswith("out_"):
+        return [bound_of(name, entry, plan) if type(entry) is int else entry for entry in value]
+    return value
+
+
+def _is_default(config: Any, name: str, value: Any) -> bool:
+    """Whether a field has the value that its class gives it; towers of others often have their own."""
+    field = next(field for field in dataclasses.fields(config) if field.name == name)
+    if field.default is not dataclasses.MISSING and value == field.default:
+        return True
+    return bool(value == read(type(config)(), name))
 
 
 def _shrink_field(config: Any, name: str, value: Any, plan: Plan, tokens: TokenIds) -> Any:
+    if value is None:
+        return tokens.new() if name in PLACEHOLDER_FIELDS else _UNSET[name](plan) if name in _UNSET else None
     if is_configuration(value):
         return small_backbone() if value.model_type == "timm_backbone" else shrink(value, plan, tokens)
     if type(value) is int:
         return tokens.move(name, value) if is_token_id(name) else _shrink_integer(config, name, value, plan)
-    if isinstance(value, list | tuple) and value and all(type(entry) is int for entry in value):
-        if is_token_id(name):
-            return type(value)(tokens.move(name, entry) for entry in value)
-        return type(value)(_shrink_integers(name, value, plan))
+    if isinstance(value, list | tuple) and value:
+        return type(value)(_shrink_list(config, name, value, plan, tokens))
     return value
 
 
-def small_backbone() -> Any:
-    """Stands in for the backbones of timm, which are another package's models and often pretrained."""
-    return configuration_class("resnet")(
-        embedding_size=16,
-        hidden_sizes=[16, 32, 64, 128],
-        depths=[2, 2, 2, 2],
-        layer_type="basic",
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )
+def _shrink_list(config: Any, name: str, value: Sequence[Any], plan: Plan, tokens: TokenIds) -> Sequence[Any]:
+    if name == "image_grid_pinpoints":
+        # Wide, high, and twice as large as what the tower sees.
+        return [[plan.image, 2 * plan.image], [2 * plan.image, plan.image], [2 * plan.image, 2 * plan.image]]
+    if not all(type(entry) is int for entry in value):
+        return value
+    if is_token_id(name):
+        return [tokens.move(name, entry) for entry in value]
+    return shrink_stages(config, name, value, plan)
+
+
+# Windows are counted in patches, or, if larger than this, in pixels.
+_LARGEST_WINDOW_OF_PATCHES = 32
 
 
 def _shrink_integer(config: Any, name: str, value: int, plan: Plan) -> int:
     if name in {"image_size", "pretrain_image_size", "spec_size"} and is_staged(config):
         return min(value, plan.staged_image)
+    if name == "window_size" and value > _LARGEST_WINDOW_OF_PATCHES:
+        return 4 * plan.patch
+    if name == doubling_width(config):
+        return min(value, plan.width // 4)
     if "heads" in name and re.search(r"key_value|kv", name) and value > 1:
         return min(value, plan.heads if value == _query_heads(config) else plan.heads // 2)
     return bound_of(name, value, plan)
@@ -88,31 +138,6 @@ def _shrink_integer(config: Any, name: str, value: int, plan: Plan) -> int:
 def _query_heads(config: Any) -> int | None:
     names = ("num_attention_heads", "num_heads", "n_head", "encoder_num_attention_heads")
     return next((read(config, name) for name in names if type(read(config, name)) is int), None)
-
-
-def is_staged(config: Any) -> bool:
-    """Whether a vision model halves its resolution from stage to stage, and so needs larger images."""
-    return any(isinstance(read(config, name), list | tuple) for name in ("depths", "hidden_sizes", "num_block_repeats"))
-
-
-def _shrink_integers(name: str, value: Sequence[int], plan: Plan) -> Sequence[int]:
-    if re.fullmatch(r"image_size|input_size|img_size|crop_size|patch_size", name) and len(set(value)) == 1:
-        return [bound_of(name, entry, plan) for entry in value]
-    if re.fullmatch(r"depths?|num_blocks|layers|num_hidden_layers|num_block_repeats|.*_depths", name):
-        return [min(entry, 2) for entry in value]
-    if name in {"conv_dim", "tdnn_dim"}:
-        return [min(entry, plan.width // 2) for entry in value]
-    if re.fullmatch(r"(.*_)?(hidden_sizes|embed_dims?|dims|hidden_size|channels)", name):
-        return _scale_down(value)
-    return value
-
-
-def _scale_down(values: Sequence[int], least: int = 16) -> list[int]:
-    """Divides all by the same number, so that what doubles from stage to stage still does."""
-    common = math.gcd(*values)
-    divisors = (k for k in range(common, 0, -1) if common % k == 0)
-    divisor = next((k for k in divisors if min(values) // k >= least and common // k % 8 == 0), 1)
-    return [value // divisor for value in values]
 
 
 _STATE_SPACE_HEADS = (
@@ -130,7 +155,7 @@ def _heads_of_state_spaces(config: Any, names: Sequence[str], width: Any, plan: 
     )
     if expand is None or not isinstance(width, int):
         return {}
-    found = {}
+    found: dict[str, int] = {}
     for heads, head_dim in _STATE_SPACE_HEADS:
         if heads in names and head_dim in names and read(config, head_dim) is not None:
             found |= {head_dim: plan.head_dim, heads: int(expand * width) // plan.head_dim}

@@ -49,6 +49,8 @@ def build_model(cls: type[nn.Module], config: Any, seed: int) -> nn.Module:
     for part in configurations_in(config):
         if hasattr(part, "use_cache"):
             part.use_cache = False
+        if hasattr(part, "output_router_logits"):
+            part.output_router_logits = True  # the router's own loss is part of the loss
     with quiet(), own_randomness(seed):
         model = cls(config)
         _perturb(model, seed)

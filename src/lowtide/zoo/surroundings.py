@@ -26,7 +26,7 @@ def own_randomness(seed: int) -> Iterator[None]:
     numpy_state, python_state = numpy_random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(seed)
+            torch.manual_seed(seed)
             numpy_random.seed(seed)
             random.seed(seed)
             yield

@@ -35,7 +35,7 @@ def try_batch(model: nn.Module, batch: dict[str, Any]) -> Outcome:
         output = model(**batch)
         own = _own_loss(output)
         loss = own if own is not None else _loss_of_tensors(output)
-        loss.backward()
+        torch.autograd.backward(loss)
     _check_gradients(model, loss)
     stacks = list(_stacks(model))
     trained = sum(any(_is_trained(p) for p in stack.parameters()) for stack in stacks)
@@ -51,13 +51,11 @@ def _own_loss(output: Any) -> torch.Tensor | None:
 
 
 def _loss_of_tensors(output: Any) -> torch.Tensor:
-    """Weighs all numbers in an output at random: a plain mean would cancel in normalised outputs."""
+    """Weighs all finite numbers at random: a plain mean would cancel in normalised outputs."""
     generator = torch.Generator().manual_seed(0)
-    terms = [
-        (tensor * torch.randn(tensor.shape, generator=generator)).mean()
-        for tensor in _tensors(output)
-        if tensor.requires_grad and tensor.is_floating_point() and tensor.numel()
-    ]
+    outputs = (tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.is_floating_point())
+    finite = [numbers for numbers in (tensor[torch.isfinite(tensor)] for tensor in outputs) if numbers.numel()]
+    terms = [(numbers * torch.randn(numbers.shape, generator=generator)).mean() for numbers in finite]
     if not terms:
         raise _UselessError("no output depends on a parameter")
     return torch.stack(terms).sum()

@@ -22,8 +22,11 @@ _TOWERS = (
     "image_config",
     "encoder_config",
     "backbone_config",
+    "perception_config",
+    "encoder",
+    "vision_encoder_config",
+    "question_encoder",
 )
-_TOWERS += ("perception_config", "encoder", "vision_encoder_config", "question_encoder")
 _SIZES = (32, 64, 128, 224)
 
 
@@ -38,7 +41,9 @@ def picture_sizes(tower: Any) -> list[tuple[int, int]]:
     sizes = [(size, size)] if isinstance(size, int) else [tuple(size)] if isinstance(size, list | tuple) else []
     if isinstance(size, dict):
         sizes = [(size["height"], size["width"])]
-    return list(dict.fromkeys([pair for pair in sizes if len(pair) == 2] + [(s, s) for s in _SIZES]))[:4]
+    return list(
+        dict.fromkeys([pair for pair in sizes if len(pair) == len(("height", "width"))] + [(s, s) for s in _SIZES])
+    )[:4]
 
 
 def channels(tower: Any) -> int:
@@ -52,6 +57,7 @@ def pictures(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recipe
     tower = vision_tower(scene)
     yield from _patches_with_grid(tower, name, takes)
     yield from _patches_with_places(tower, name, takes)
+    yield from _packed_patches(tower, name, takes)
     colours = channels(tower)
     for height, width in picture_sizes(tower):
         yield from _whole(name, (colours, height, width), takes)
@@ -101,6 +107,15 @@ def _patches_with_grid(tower: Any, name: str, takes: Collection[str]) -> Iterato
         (1, count, colours, side, side),
     ):
         yield {name: Noise(shape), **extra}
+
+
+def _packed_patches(tower: Any, name: str, takes: Collection[str]) -> Iterator[Recipe]:
+    """Patches of all pictures side by side, as one picture that is a patch high."""
+    sizes = "target_sizes_videos" if "video" in name else "target_sizes"
+    if sizes in takes:
+        side = patch_size(tower)
+        strip = Noise((1, channels(tower), side, ROWS * GRID * GRID * side))
+        yield {name: strip, sizes: Fixed(torch.tensor([[GRID, GRID]] * ROWS))}
 
 
 def _patches_with_places(tower: Any, name: str, takes: Collection[str]) -> Iterator[Recipe]:
