@@ -19,7 +19,8 @@ _LAYOUT = {
     "font": {"family": "system-ui, sans-serif", "size": 13},
     "margin": {"l": 60, "r": 16, "t": 40, "b": 40},
     "colorway": COLOURS,
-    "hovermode": "x unified",
+    "hovermode": "closest",
+    "hoverlabel": {"bgcolor": "#1c2630", "bordercolor": "#8796a5", "font": {"color": "#ffffff"}},
 }
 
 
