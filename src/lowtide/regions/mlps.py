@@ -3,8 +3,9 @@
 An MLP is a module with one or two linear layers that widen (`width -> inner`, or both fused into one), one that narrows
 again (`inner -> width`), and nothing else that mixes features. Attention has a layer more, or other shapes, or takes
 masks and positions. A mixture of experts is a module with a router and experts: a list of MLPs, or stacked weights of
-three dimensions. What is found is only a candidate: whether it really works token by token is tried out when it is
-first used.
+three dimensions. An expert may be narrower inside than outside, as most are where there are many, and some may be no
+more than an identity. What is found is only a candidate: whether it really works token by token is tried out when it
+is first used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 class _Linear(NamedTuple):
     inputs: int
     outputs: int
+
+
+class _FeedForward(NamedTuple):
+    width: int
+    inner: int
+    is_fused: bool
+    """Whether one layer makes both the gate and what is gated."""
 
 
 def find_mlps(regions: Sequence[Region]) -> list[tuple[Region, str, nn.Module]]:
@@ -67,7 +75,16 @@ def _is_moe(module: nn.Module) -> bool:
 def _count_experts(module: nn.Module) -> int:
     """How many experts a module holds; none if it is something else."""
     if isinstance(module, nn.ModuleList):
-        return len(module) if len(module) > 1 and all(_is_mlp(child) for child in module) else 0
+        working = [child for child in module if any(True for _ in child.parameters())]
+        return len(module) if len(working) > 1 and all(map(_feed_forward, working)) else 0
+    if any(True for _ in module.parameters(recurse=False)):
+        return _count_stacked(module)
+    counts = {_count_stacked(child) for child in module.children() if any(True for _ in child.parameters())}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _count_stacked(module: nn.Module) -> int:
+    """How many weights a module's own parameters hold, one upon the other."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return 0
     stacked = [w.shape[0] for w in module._parameters.values() if w is not None and w.dim() == 3]  # noqa: PLR2004
@@ -85,14 +102,27 @@ def _routes_to(experts: int, module: nn.Module) -> bool:
 
 
 def _is_mlp(module: nn.Module) -> bool:
+    """Whether it is wider inside than outside: else a tile of it would save next to nothing."""
+    found = _feed_forward(module)
+    return found is not None and (found.inner > found.width or (found.is_fused and found.inner == found.width))
+
+
+def _feed_forward(module: nn.Module) -> _FeedForward | None:
+    """The widths of linear layers that go in and come back out, if that is all there is.
+
+    The first goes in. A second one that does may be listed after the one that comes out: `w1`, `w2`, `w3`.
+    """
     linears = _linears(module)
     if linears is None or len(linears) not in (2, 3):
-        return False
-    *ups, down = linears
-    if any(up.inputs != down.outputs for up in ups) or down.inputs < down.outputs:
-        return False
-    is_fused = len(ups) == 1 and ups[0].outputs == 2 * down.inputs
-    return is_fused or (down.inputs > down.outputs and all(up.outputs == down.inputs for up in ups))
+        return None
+    for position, out in enumerate(linears[1:], start=1):
+        inner, width = out
+        ins = linears[:position] + linears[position + 1 :]
+        if all(layer == (width, inner) for layer in ins):
+            return _FeedForward(width, inner, is_fused=False)
+        if ins == [(width, 2 * inner)]:
+            return _FeedForward(width, inner, is_fused=True)
+    return None
 
 
 def _linears(module: nn.Module) -> list[_Linear] | None:
