@@ -228,6 +228,31 @@ def test_a_router_loss_keeps_its_gradient():
     assert_close(torch.autograd.grad(tiled(moe)(x)[1].logsumexp(-1).square().sum(), moe.router.weight), expected)
 
 
+@pytest.mark.parametrize("accumulate", ["auto", "parameter"])
+@pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16])
+def test_gradients_come_in_the_same_order_whatever_experts_the_tiles_use(dtype, accumulate):
+    """ZeRO-1 and -2 add up the ranks' gradients in the order in which they come, without a look at whose they are."""
+    module, x = build(routed).to(dtype), torch.randn(64, 1, HIDDEN, dtype=dtype)
+    chosen = module.router(x).squeeze(1).argmax(-1)
+    one_by_one = chosen.argsort()  # the tokens of an expert side by side
+    assert chosen.unique().numel() == 4
+
+    def order(x):
+        names = []
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+            for name, p in module.named_parameters()
+        ]
+        lowtide.tile(module, x, tokens=5, accumulate=accumulate)[0].sum().backward()
+        for handle in handles:
+            handle.remove()
+        return names
+
+    first = order(x[one_by_one])
+    assert sorted(first) == sorted(name for name, _ in module.named_parameters())
+    assert order(x[one_by_one.flip(0)]) == first
+
+
 def test_an_expert_that_no_token_chose_has_no_gradient():
     moe, x = build(routed), batch(3, 37)
     with torch.no_grad():

@@ -1,9 +1,14 @@
-"""Weight gradients are summed over tiles in float32.
+"""Weight gradients are summed over tiles in float32, and arrive in an order that tokens have no say in.
 
 Autograd sums what several uses of a weight contribute in the weight's own type: with bfloat16 and 256 tiles, the sum
 has lost most of what single precision would keep. So each tile uses the weight through an alias, whose gradient is
 turned into float32 and flows into one stand-in per weight. The stand-in has the weight's shape and no memory; autograd
 sums there, and casts once, on the way to the weight. The weight's own hooks fire once, as ever.
+
+A weight of an expert is used by the tiles that have a token for it, and its gradient would be complete when the last of
+them is through: on each rank at another time. ZeRO-1 and -2 reduce gradients in the order in which they come, so one
+expert's would be added to another's. Autograd takes the youngest node first, and stand-ins are older than all tiles:
+whatever tiles use, stand-ins come after them, in one order. So such a weight has one, too, in its own type: a view.
 """
 
 from __future__ import annotations
@@ -56,14 +61,23 @@ class Sums:
     """The stand-ins of one call's weights."""
 
     def __init__(self, callee: Callee, accumulate: Accumulate) -> None:
-        self._places = _places(callee, accumulate)
-        weights = dict.fromkeys(place.tensor for place in self._places)
-        self._stand_ins = {weight: _StandIn.apply(weight) for weight in weights}  # type: ignore[no-untyped-call]
+        places = [place for place in callee.weights() if _can_have_stand_in(place.tensor)]
+        summed = _summed_in_float32(callee, places, accumulate)
+        skipped = _that_tiles_may_skip(callee)
+        self._places = [place for place in places if place.tensor in summed | skipped]
+        self._stand_ins = {
+            weight: _StandIn.apply(weight) if weight in summed else weight.view_as(weight)  # type: ignore[no-untyped-call]
+            for weight in dict.fromkeys(place.tensor for place in self._places)
+        }
+        self._summed = summed
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """The module sees aliases of its weights inside."""
-        aliases = {weight: _Alias.apply(stand_in, weight) for weight, stand_in in self._stand_ins.items()}  # type: ignore[no-untyped-call]
+        aliases = {
+            weight: _Alias.apply(stand_in, weight) if weight in self._summed else stand_in  # type: ignore[no-untyped-call]
+            for weight, stand_in in self._stand_ins.items()
+        }
         with swapped_in(self._places, [aliases[place.tensor] for place in self._places]):
             yield
 
@@ -81,20 +95,26 @@ def swapped_in(places: list[Weight], tensors: list[torch.Tensor]) -> Iterator[No
             place.held_by[place.name] = tensor
 
 
-def _places(callee: Callee, accumulate: Accumulate) -> list[Weight]:
-    """Where the weights stand whose gradients are to be summed in float32."""
+def _can_have_stand_in(weight: torch.Tensor) -> bool:
+    """A trainable weight that is a plain tensor."""
+    return weight.requires_grad and type(weight) is nn.Parameter
+
+
+def _summed_in_float32(callee: Callee, places: list[Weight], accumulate: Accumulate) -> set[torch.Tensor]:
+    """The weights of low precision, as far as the setting allows."""
     if accumulate not in ("auto", "float32", "parameter"):
         raise InvalidValueError(f"accumulate must be 'auto', 'float32' or 'parameter', got {accumulate!r}")
     if callee.module is None and accumulate == "float32":
         raise InvalidValueError("accumulate='float32' needs a module, whose weights are known; a function's are not")
     if accumulate == "parameter":
-        return []
-    places = [place for place in callee.weights() if _can_be_summed(place.tensor)]
-    is_too_much = 4 * sum(weight.numel() for weight in {place.tensor for place in places}) > FLOAT32_BYTES
-    return [] if accumulate == "auto" and is_too_much else places
+        return set()
+    low = {place.tensor for place in places if place.tensor.dtype in (torch.bfloat16, torch.float16)}
+    is_too_much = 4 * sum(weight.numel() for weight in low) > FLOAT32_BYTES
+    return set() if accumulate == "auto" and is_too_much else low
 
 
-def _can_be_summed(weight: torch.Tensor) -> bool:
-    """A trainable low-precision weight that is a plain tensor."""
-    is_low = weight.dtype in (torch.bfloat16, torch.float16)
-    return weight.requires_grad and is_low and type(weight) is nn.Parameter
+def _that_tiles_may_skip(callee: Callee) -> set[torch.Tensor]:
+    """The weights of modules in a list or a dictionary, of which a forward may call some and not others: experts."""
+    inner = [] if callee.module is None else callee.module.modules()
+    lists = [module for module in inner if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    return {weight for module in lists for weight in module.parameters()}
