@@ -5,14 +5,16 @@
 #   make lint    ruff, mypy --strict, import-linter
 #   make bench   side by side with peers, which go into .venv-peers
 #   make test-peers   the tests that need a peer's package
+#   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
 #   make docs    the documentation site, in site/
 
 PYTHON ?= python3
 BIN := .venv/bin
 PEERS := .venv-peers/bin
+COMPAT := .venv-compat/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-peers lint bench docs clean
+.PHONY: demo test test-all test-peers test-compat lint bench docs clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/memory_cap.py
@@ -36,11 +38,14 @@ bench: .venv/.dev .venv-peers/.ready
 test-peers: .venv-peers/.ready
 	LOWTIDE_PEERS=1 TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/peers tests/losses/test_fused.py $(ARGS)
 
+test-compat: .venv-compat/.ready
+	$(COMPAT)/python -m pytest $(ARGS)
+
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-peers site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-compat site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first: other packages then find it there and pull no other build of it.
 .venv/.torch: constraints.txt
@@ -65,6 +70,13 @@ clean:
 	$(BIN)/python -m venv .venv-peers
 	$(PEERS)/python bench/share_packages.py .venv
 	$(PEERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-peers.txt
+	@touch $@
+
+.venv-compat/.ready: .venv/.dev constraints-compat.txt
+	@echo "Setting up .venv-compat (once)"
+	$(BIN)/python -m venv .venv-compat
+	$(COMPAT)/python bench/share_packages.py .venv
+	$(COMPAT)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-compat.txt
 	@touch $@
 
 .venv/.docs: .venv/.dev

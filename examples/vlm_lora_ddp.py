@@ -35,7 +35,7 @@ def build_model() -> peft.PeftModel:
         text_config={
             "vocab_size": 160, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0},
+            "rope_theta": 10000.0, "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
         },
         vision_config={
             "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 4,

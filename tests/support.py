@@ -9,12 +9,20 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
+from packaging.version import Version
 
 from lowtide import simdevice
+from lowtide.compat import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+needs_trl_on_any_device = pytest.mark.skipif(
+    (installed_version("trl") or Version("0")) < Version("1"),
+    reason="needs TRL 1 with an offload for any device: that of 0.26 asks for streams of CUDA, XPU or NPU",
+)
 
 
 def expect_violation(kind: str) -> simdevice.Violation:

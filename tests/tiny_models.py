@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+IS_4 = Version(transformers.__version__) < Version("5")
+"""Whether this is the oldest supported series, which `make test-compat` runs with."""
 
 
 def llama():
@@ -30,7 +34,8 @@ def qwen3_vl():
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0},
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},  # every version reads this name
+        "rope_theta": 10000.0,
     }
     vision = {
         "depth": 2,

@@ -7,8 +7,8 @@ import torch
 
 import lowtide
 from lowtide import simdevice
+from tiny_models import IS_4, qwen3_vl, transformers
 
-transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 peft = pytest.importorskip("peft", reason="the hf extra is not installed")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,7 +80,10 @@ def zamba2():
         use_mem_rope=False,
         chunk_size=16,
     )
-    return transformers.Zamba2ForCausalLM(config), language() | {"use_cache": False}  # a cache takes another path
+    model = transformers.Zamba2ForCausalLM(config)
+    if IS_4:  # patterns, which peft 0.21 takes for names; the weights are one tensor already
+        model._tied_weights_keys = [key for key in model._tied_weights_keys if isinstance(key, str)]
+    return model, language() | {"use_cache": False}  # a cache takes another path
 
 
 def xlstm():
@@ -168,12 +171,6 @@ def clvp():
     return transformers.ClvpModelForConditionalGeneration(config), batch
 
 
-def qwen3_vl():
-    from tiny_models import qwen3_vl as build
-
-    return build()
-
-
 MODELS = [
     llama,
     qwen3,
@@ -181,7 +178,7 @@ MODELS = [
     mixtral,
     gpt_bigcode,
     zamba2,
-    xlstm,
+    pytest.param(xlstm, marks=pytest.mark.skipif(IS_4, reason="xLSTM of transformers 4.57 raises in any forward")),
     t5,
     whisper,
     vit,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 import lowtide
 from lowtide import simdevice
+from support import needs_trl_on_any_device
+from tiny_models import transformers
 
-transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
-pytest.importorskip("trl", reason="the hf extra is not installed")
+HAS_OWN_OFFLOAD = "offload" in inspect.signature(transformers.PreTrainedModel.gradient_checkpointing_enable).parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,19 +81,32 @@ def balanced(sim) -> str:
     return sim
 
 
-def test_offload_costs_next_to_nothing_and_no_peer_is_faster(balanced):
+def test_offload_costs_next_to_nothing(balanced):
     recompute, left_by_recompute = ours("recompute")
     offload, left_by_offload = ours("recompute+offload")
-    theirs, _ = transformers_offload()
-    trl, _ = trl_offload()
-
-    assert all(stats.d2h_bytes >= (LAYERS - 1) * BOUNDARY for stats in (offload, theirs, trl)), "all really offload"
+    assert offload.d2h_bytes >= (LAYERS - 1) * BOUNDARY, "it really offloads"
     assert offload.time <= 1.02 * recompute.time
-    assert offload.time <= theirs.time
-    assert offload.time <= trl.time
     assert left_by_recompute - left_by_offload >= 0.99 * (LAYERS - 1) * BOUNDARY
 
 
+@pytest.mark.parametrize(
+    "peer",
+    [
+        pytest.param(
+            transformers_offload,
+            marks=pytest.mark.skipif(not HAS_OWN_OFFLOAD, reason="this version of transformers has no offload option"),
+        ),
+        pytest.param(trl_offload, marks=needs_trl_on_any_device),
+    ],
+)
+def test_no_peer_is_faster(balanced, peer):
+    offload, _ = ours("recompute+offload")
+    theirs, _ = peer()
+    assert all(stats.d2h_bytes >= (LAYERS - 1) * BOUNDARY for stats in (offload, theirs)), "both really offload"
+    assert offload.time <= theirs.time
+
+
+@needs_trl_on_any_device
 def test_offload_without_recompute_is_as_fast_as_trl_in_less_memory(balanced):
     """Within a percent: a tensor that is saved again after it left is copied again, because it may have changed."""
     from trl.models.activation_offloading import OffloadActivations

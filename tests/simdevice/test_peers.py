@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import simdevice
-
-pytest.importorskip("trl", reason="the hf extra is not installed")
+from support import needs_trl_on_any_device
 
 
 def run(layers: nn.Module, x: torch.Tensor, *, checkpointing: bool) -> torch.Tensor:
@@ -19,6 +18,7 @@ def run(layers: nn.Module, x: torch.Tensor, *, checkpointing: bool) -> torch.Ten
     return x
 
 
+@needs_trl_on_any_device
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trl_offload_with_streams_runs_clean_and_exact(sim, checkpointing):
