@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from lowtide.errors import NoRegionError
-from lowtide.regions import find_regions
+from lowtide.regions import Region, find_mlps, find_regions
 
 
 class Block(nn.Module):
@@ -94,3 +94,12 @@ def test_nested_choices_take_the_outer_one():
 def test_no_region_is_an_error(model, select, says):
     with pytest.raises(NoRegionError, match=says):
         find_regions(model, select)
+
+
+def test_an_mlp_in_a_dictionary_is_never_called_as_one():
+    """BridgeTower's blocks keep the layers of their MLP so."""
+    parts = {"up": nn.Linear(8, 32), "act": nn.GELU(), "down": nn.Linear(32, 8)}
+    blocks = nn.ModuleList(nn.ModuleDict({"mlp": nn.Sequential(*parts.values())}) for _ in range(2))
+    loose = nn.ModuleList(nn.ModuleDict({"mlp": nn.ModuleDict(parts)}) for _ in range(2))
+    assert [name for _, name, _ in find_mlps([Region("0", blocks[0], 0)])] == ["0.mlp"]
+    assert find_mlps([Region("0", loose[0], 0)]) == []

@@ -77,7 +77,7 @@ class RegionRuntime:
 
     def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A recomputed forward would write to a cache twice, and training has no use for one."""
-        found = [name for name in CACHES if kwargs.get(name) is not None]
+        found = [name for name, value in kwargs.items() if value is not None and (name in CACHES or _is_cache(value))]
         positional = [_is_cache(arg) for arg in args]
         if not found and not any(positional):
             return args, kwargs

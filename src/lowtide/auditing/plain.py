@@ -50,7 +50,8 @@ def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], 
 def without_torch_checkpoint() -> Iterator[None]:
     """Torch's checkpoint calls its function and does nothing else."""
     original = torch.utils.checkpoint.checkpoint
-    options = set(inspect.signature(original).parameters) - {"function", "args", "kwargs"}
+    named = set(inspect.signature(original).parameters) - {"function", "args", "kwargs"}
+    options = named | {"preserve_rng_state"}  # torch takes it out of its keywords
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})

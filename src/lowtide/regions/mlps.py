@@ -47,6 +47,8 @@ def _within(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_candidate(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # never called itself: its parts are, one by one
+        return False
     if any(_looks_at_other_tokens(inner) for inner in module.modules()):
         return False
     return _is_moe(module) or (_is_mlp(module) and not any(_is_mlp(child) for child in module.children()))

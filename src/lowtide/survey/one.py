@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 DROPOUT = 0.1
 MODES = ("default", "reentrant")
-POLICIES = ("recompute", "recompute+tile(tokens=8, loss_tokens=8)")
-"""Tiles are small, because batches are."""
+POLICIES = ("recompute",)
+TILED = (
+    "recompute+tile(tokens=8, loss_tokens=8)",
+    "recompute+tile(mlp, tokens=8)",
+    "recompute+tile(loss, loss_tokens=8)",
+)
+"""Of these, the first that is not refused: not every model has a head, or an MLP of its own. Tiles are small, because
+batches are."""
 
 
 class Engine(enum.StrEnum):
@@ -60,11 +66,11 @@ def _survey(record: Record, specimen: zoo.Specimen, engine: Engine) -> None:
     if engine is Engine.TRANSFORMERS and not getattr(model, "supports_gradient_checkpointing", False):
         record.status, record.why = "no checkpointing", f"{specimen.model_class} does not support it"
         return
-    refusals = _refusals(model) if engine is Engine.LOWTIDE else {}
-    if len(refusals) == len(POLICIES):
-        record.status, record.why = "refused", refusals[POLICIES[0]]
+    accepted, refusals = _policies(model) if engine is Engine.LOWTIDE else ([], {})
+    if refusals and not accepted:
+        record.status, record.why = "refused", "; ".join(refusals.values())
         return
-    reports = audit_specimen(specimen, engine, seed=0)
+    reports = audit_specimen(specimen, engine, accepted, seed=0)
     record.stacks = _stacks(reports[0])
     record.verdicts = {
         check.mode: {c.name: c.verdict.value for c in report.checks if c.mode == check.mode}
@@ -75,18 +81,17 @@ def _survey(record: Record, specimen: zoo.Specimen, engine: Engine) -> None:
         record.why = "; ".join(f"{policy} is refused: {why}" for policy, why in refusals.items())
     if any(report.failures for report in reports):
         names = {check.name for report in reports for check in report.failures if check.name in CHECKS}
-        _confirm(record, reports, audit_specimen(specimen, engine, seed=1, checks=sorted(names)))
+        _confirm(record, reports, audit_specimen(specimen, engine, accepted, seed=1, checks=sorted(names)))
 
 
 def audit_specimen(
-    specimen: zoo.Specimen, engine: Engine, *, seed: int, checks: list[str] | None = None
+    specimen: zoo.Specimen, engine: Engine, policies: list[str], *, seed: int, checks: list[str] | None = None
 ) -> list[AuditReport]:
-    """One report for transformers' own modes, or one per policy that is not refused."""
+    """One report for transformers' own modes, or one per policy."""
     model, batch = specimen.build(seed), specimen.batch(seed)
     if engine is Engine.TRANSFORMERS:
         return [audit(model, batch, modes=MODES, checks=checks, dropout=DROPOUT, seed=seed)]
-    refused = _refusals(model)
-    return [_audit_policy(model, batch, policy, seed, checks) for policy in POLICIES if policy not in refused]
+    return [_audit_policy(model, batch, policy, seed, checks) for policy in policies]
 
 
 def _audit_policy(
@@ -103,15 +108,21 @@ def _audit_policy(
     )
 
 
-def _refusals(model: nn.Module) -> dict[str, str]:
-    """Policies that Lowtide refuses for this model, and why."""
-    refused = {}
-    for policy in POLICIES:
-        try:
-            lowtide.apply(model, policy).remove()
-        except LowtideError as error:
-            refused[policy] = f"{type(error).__name__}: {error}"
-    return refused
+def _policies(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """The policies to audit, and those that Lowtide refuses for this model, with its words."""
+    refused: dict[str, str] = {}
+    accepted = [policy for policy in POLICIES if _is_accepted(model, policy, refused)]
+    accepted += next(([policy] for policy in TILED if _is_accepted(model, policy, refused)), [])
+    return accepted, refused
+
+
+def _is_accepted(model: nn.Module, policy: str, refused: dict[str, str]) -> bool:
+    try:
+        lowtide.apply(model, policy).remove()
+    except LowtideError as error:
+        refused[policy] = f"{type(error).__name__}: {error}"
+        return False
+    return True
 
 
 def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]) -> None:

@@ -101,6 +101,8 @@ def run_survey(
     done = {record.model_type for record in read_records(path) if record.engine == engine.value} if resume else set()
     if not resume:
         path.unlink(missing_ok=True)
+    elif path.exists() and not path.read_text().endswith("\n"):
+        path.write_text(path.read_text() + "\n")  # after the half line of a run that was killed
     waiting = [model_type for model_type in model_types if model_type not in done]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

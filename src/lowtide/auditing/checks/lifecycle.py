@@ -27,10 +27,10 @@ def idempotent(case: Case) -> Check:
     once = case.install()
     hooks = _hooks(once.model)
     twice = case.setup.install(once.model)
-    seen = observe(twice.model, case.experiment)
+    grown = {kind: n - hooks[kind] for kind, n in _hooks(twice.model).items() if n > hooks[kind]}
+    seen = observe(twice.model, case.experiment)  # models may install hooks of their own as they first run
     counts = {block: seen.backward_calls[block] for block in case.blocks()}
     before = {block: case.seen.backward_calls[block] for block in case.blocks()}
-    grown = {kind: n - hooks[kind] for kind, n in _hooks(twice.model).items() if n > hooks[kind]}
     wrong = compare(case.seen.gradients, seen.gradients).suspects
     if counts != before or wrong or grown:
         what = "hooks pile up" if grown and counts == before and not wrong else "it acts twice"
@@ -58,10 +58,10 @@ def reversible(case: Case) -> Check:
         )
     hooks = _hooks(case.source)
     installed.undo()
+    left = {kind: n - hooks[kind] for kind, n in _hooks(installed.model).items() if n > hooks[kind]}
     seen = observe(installed.model, case.experiment)
     still = sorted(block for block in case.blocks() if seen.backward_calls[block] > case.plain.backward_calls[block])
     wrong = compare(case.plain.gradients, seen.gradients, case.reference.own_errors).suspects
-    left = {kind: n - hooks[kind] for kind, n in _hooks(installed.model).items() if n > hooks[kind]}
     if still or wrong or left:
         return case.check(
             name,

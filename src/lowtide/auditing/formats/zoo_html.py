@@ -91,7 +91,7 @@ def _statuses(rows: list[dict[str, Any]]) -> dict[str, int]:
 def _status(row: dict[str, Any]) -> str:
     if row["own"]:
         return "with failures of their own"
-    return "without" if row["status"] == "audited" else str(row["status"])
+    return "without any of their own" if row["status"] == "audited" else str(row["status"])
 
 
 def _count(check: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

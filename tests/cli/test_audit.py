@@ -1,0 +1,150 @@
+"""`lowtide audit`: targets, formats, exit codes."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli import app
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FACTORIES = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self, keep_random_state=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3)
+        )
+        self.keep_random_state = keep_random_state
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=self.keep_random_state)
+        return x
+
+def right():
+    return Net(), (torch.randn(4, 8),)
+
+def wrong():
+    return Net(keep_random_state=False), (torch.randn(4, 8),), {"loss": lambda y: y.square().sum()}
+
+def raises():
+    raise RuntimeError("no model today")
+
+def empty():
+    return nn.Tanh(), (torch.randn(4, 8),)
+
+def misfit():
+    return Net(), (torch.randn(4, 9),)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "factories_of_a_test.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        return CliRunner().invoke(app, ["audit", *arguments])
+
+    return run
+
+
+def test_a_model_that_checkpoints_by_itself(run):
+    result = run("factories_of_a_test:right")
+    assert result.exit_code == 0, result.output
+    assert "3 blocks ran again in backward: layers x3" in result.output
+    assert "gradient values: bit-identical" in result.output
+
+
+def test_a_failure_is_exit_code_one_with_evidence_and_remedy(run):
+    result = run("factories_of_a_test:wrong")
+    assert result.exit_code == 1
+    assert "fail           random state" in result.output
+    assert "preserve_rng_state=True" in result.output
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("factories_of_a_test:raises", "no model today"),
+        ("factories_of_a_test:nothing", "could not be run"),
+        ("factories_of_a_test:empty", "no parameter that needs a gradient"),
+        ("factories_of_a_test:misfit", "does the batch fit the model?"),
+        ("no_such_architecture", "neither MODULE:FACTORY"),
+        (".", "no config.json"),
+        ("clvp_encoder", "no model class of its own"),
+    ],
+)
+def test_what_cannot_be_run_is_exit_code_two_with_one_message(run, target, message):
+    result = run(target)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "one target, or --zoo"),
+        (("llama", "--zoo"), "one target, or --zoo"),
+        (("llama", "--checks", "speed"), "choose from"),
+        (("llama", "--policy", "recompule"), "recompule"),
+        (("llama", "--policy", "recompute", "--engine", "transformers"), "--policy is for"),
+        (("--zoo", "--family", "no_such*"), "fits 'no_such*'"),
+        (("--zoo", "--format", "junit"), "text, json or html"),
+    ],
+)
+def test_options_that_do_not_fit(run, options, message):
+    result = run(*options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_machine_readable_formats(run, tmp_path):
+    report = json.loads(run("factories_of_a_test:right", "--format", "json").stdout)
+    assert report["ok"]
+    assert {"name", "verdict", "evidence", "remedy"} <= report["checks"][0].keys()
+    junit = ET.fromstring(run("factories_of_a_test:wrong", "--format", "junit").stdout)  # noqa: S314  (our own)
+    assert junit.findall(".//failure")
+    assert "::error" in run("factories_of_a_test:wrong", "--format", "github").stdout
+    assert run("factories_of_a_test:right", "--format", "html", "-o", "report.html").exit_code == 0
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def test_an_architecture_under_our_policy(run):
+    result = run(
+        "llama", "--policy", "recompute+tile(tokens=8, loss_tokens=8)", "--checks", "recomputed,gradient values"
+    )
+    assert result.exit_code == 0, result.output
+    assert "model.layers x2" in result.output
+
+
+def test_a_model_folder(run, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    result = run("llama/", "--engine", "lowtide", "--checks", "recomputed,gradient values")
+    assert result.exit_code == 0, result.output
+    assert "LlamaForCausalLM" in result.output
+
+
+def test_a_corner_of_the_zoo(run, tmp_path):
+    result = run("--zoo", "--family", "xlm", "--engine", "lowtide", "--workers", "1", "--records", "r.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "1 model types, engine lowtide" in result.output
+    assert json.loads((tmp_path / "r.jsonl").read_text())["model_type"] == "xlm"

@@ -1,0 +1,104 @@
+"""A survey: one process per architecture, a line for each, resumable; what fails must fail twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from lowtide.auditing import AuditReport, Check, Verdict
+from lowtide.survey import Engine, Record, one, read_records, run, run_survey, survey_one
+from lowtide.survey.summary import as_json, as_text, summarize
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def record(model_type: str, *failures: str, status="audited", engine="transformers") -> Record:
+    found = []
+    for failure in failures:
+        mode, _, name = failure.partition(": ")
+        found.append({"mode": mode, "name": name, "summary": "it is so", "evidence": {}, "remedy": "mend it"})
+    verdicts = {"default": {"memory": "pass", "recomputed": "pass"}}
+    return Record(
+        model_type=model_type,
+        engine=engine,
+        status=status,
+        versions={},
+        command=f"lowtide audit {model_type}",
+        failures=found,
+        verdicts=verdicts,
+    )
+
+
+def test_both_engines_on_real_models(tmp_path):
+    path = tmp_path / "records.jsonl"
+    own = {r.model_type: r for r in run_survey(["mllama", "resnet", "clvp_encoder"], Engine.TRANSFORMERS, path)}
+    assert {f["name"] for f in own["mllama"].failures if f["mode"] == "default"} >= {"recomputed"}
+    assert own["mllama"].command == "lowtide audit mllama --engine transformers"
+    assert own["resnet"].status == "no checkpointing"
+    assert own["clvp_encoder"].status == "not built"
+    assert "no model class" in own["clvp_encoder"].why
+    ours = {r.model_type: r for r in run_survey(["llama", "resnet"], Engine.LOWTIDE, path, resume=True)}
+    assert ours["llama"].status == ours["resnet"].status == "audited"
+    assert ours["llama"].failures == ours["resnet"].failures == []
+    assert set(ours["llama"].verdicts) == {"recompute", "recompute+tile(tokens=8, loss_tokens=8)"}
+    assert len(read_records(path)) == 5, "both engines in one file"
+
+
+def test_a_survey_goes_on_where_it_was_killed(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(record("resnet").to_json() + '\n{"model_type": "vit", "eng')
+    seen = []
+    run_survey(["resnet", "clvp_encoder"], Engine.TRANSFORMERS, path, resume=True, on_record=seen.append)
+    assert [r.model_type for r in seen] == ["clvp_encoder"]
+    assert {r.model_type for r in read_records(path)} == {"resnet", "clvp_encoder"}
+    run_survey(["clvp_encoder"], Engine.TRANSFORMERS, path, on_record=seen.append)
+    assert [r.model_type for r in read_records(path)] == ["clvp_encoder"], "without resume it begins anew"
+
+
+def dies(model_type, engine, sender):
+    import os
+
+    os._exit(3)
+
+
+def hangs(model_type, engine, sender):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("work", "status", "why"), [(dies, "failed to run", "code 3"), (hangs, "timed out", "2 s")])
+def test_a_process_that_dies_or_hangs_costs_one_architecture(tmp_path, monkeypatch, work, status, why):
+    monkeypatch.setattr(run, "_work", work)
+    (found,) = run_survey(["llama"], Engine.LOWTIDE, tmp_path / "r.jsonl", timeout=2)
+    assert found.status == status
+    assert why in found.why
+
+
+def test_a_failure_that_does_not_come_again_is_not_listed(monkeypatch):
+    def report(*failures):
+        checks = [Check(name=name, mode="default", verdict=Verdict.FAIL, summary="s", remedy="r") for name in failures]
+        return [AuditReport(model="m", checks=checks, blocks={}, seed=0)]
+
+    answers = iter([report("memory", "outputs"), report("memory")])
+    monkeypatch.setattr(one, "audit_specimen", lambda *_, **__: next(answers))
+    found = survey_one("llama", Engine.TRANSFORMERS)
+    assert [f["name"] for f in found.failures] == ["memory"]
+    assert [f["name"] for f in found.unconfirmed] == ["outputs"]
+
+
+def test_what_fails_everywhere_is_told_apart():
+    records = [record(f"m{i}", "default: memory") for i in range(9)] + [
+        record("odd", "default: memory", "default: recomputed")
+    ]
+    records.append(record("none", status="not built"))
+    summary = summarize(records)
+    assert summary.by_check == {"default: memory": 10, "default: recomputed": 1}
+    assert summary.everywhere == ["default: memory"]
+    assert summary.failing == {"odd": ["default: recomputed"]}
+    assert summary.by_status == {"audited": 10, "not built": 1}
+    text = as_text(records)
+    assert "odd: default: recomputed" in text
+    assert "m3" not in text
+    assert json.loads(as_json(records))["summary"] == dataclasses.asdict(summary)
