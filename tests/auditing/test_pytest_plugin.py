@@ -114,7 +114,7 @@ def test_a_wrong_set_up_fails_with_what_to_know_and_no_traceback(run):
     done.assert_outcomes(failed=1)
     done.stdout.fnmatch_lines(
         [
-            "Model: * of 15 checks failed",
+            f"Model: * of {len(CHECKS)} checks failed",
             "?configured? gradients present: *",
             "*layers.0.up.weight*",
             "    remedy: *use_reentrant=False*",
@@ -189,7 +189,7 @@ def test_only_the_tests_of_failed_checks_fail(run):
 
 def test_a_set_up_that_raises_fails_one_test_and_skips_the_rest(run):
     done = run(ONE_PER_CHECK.format(options="BROKEN"), "-rA")
-    done.assert_outcomes(failed=1, skipped=15)
+    done.assert_outcomes(failed=1, skipped=len(CHECKS))
     done.stdout.fnmatch_lines_random(
         ["FAILED *test_checkpointing?runs?*", "*this set-up is broken*", "SKIPPED*the set-up does not run"]
     )
@@ -197,7 +197,7 @@ def test_a_set_up_that_raises_fails_one_test_and_skips_the_rest(run):
 
 def test_checks_that_were_not_asked_for_are_skipped(run):
     done = run(ONE_PER_CHECK.format(options='{**RIGHT, "checks": ["outputs"]}'), "-rA")
-    done.assert_outcomes(passed=2, skipped=14)
+    done.assert_outcomes(passed=2, skipped=len(CHECKS) - 1)
     done.stdout.fnmatch_lines_random(["SKIPPED*not among the checks that were asked for"])
 
 
@@ -214,7 +214,7 @@ def test_checkpointing(lowtide_check):
         "-rA",
     )
     outcomes = done.parseoutcomes()
-    assert outcomes["passed"] + outcomes["skipped"] + outcomes["failed"] == 32
+    assert outcomes["passed"] + outcomes["skipped"] + outcomes["failed"] == 2 * (len(CHECKS) + 1)
     done.stdout.fnmatch_lines_random(
         ["PASSED *?RIGHT-gradients present?*", "FAILED *?WRONG-gradients present?*", "PASSED *?WRONG-outputs?*"]
     )
@@ -222,7 +222,7 @@ def test_checkpointing(lowtide_check):
 
 def test_the_model_fixture_must_be_defined(run):
     done = run("def test_checkpointing(lowtide_check):\n    lowtide_check.assert_ok()\n", "-k", "outputs")
-    done.assert_outcomes(errors=1, deselected=15)
+    done.assert_outcomes(errors=1, deselected=len(CHECKS))
     done.stdout.fnmatch_lines(['*needs a fixture lowtide_model with scope="module"*'])
 
 
