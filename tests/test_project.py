@@ -88,7 +88,7 @@ def test_pages_install_with_the_constraints():
                 assert "-c constraints.txt" in line, f"{page.name}: {line}"
 
 
-def test_the_wheel_holds_the_sources_of_the_device(tmp_path: Path):
+def test_the_wheel_holds_what_is_no_python_too(tmp_path: Path):
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -96,3 +96,6 @@ def test_the_wheel_holds_the_sources_of_the_device(tmp_path: Path):
     sources = {path.name for path in (ROOT / "src/lowtide/simdevice/csrc").iterdir()}
     assert sources == {Path(name).name for name in names if "/csrc/" in name}
     assert "lowtide/py.typed" in names
+    assert "lowtide_pytest.py" in names
+    templates = {path.name for path in (ROOT / "src/lowtide").rglob("templates/*")}
+    assert templates == {Path(name).name for name in names if "/templates/" in name}

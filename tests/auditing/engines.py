@@ -40,6 +40,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Bare(nn.Module):
+    """Nothing with weights comes before or after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def loss(logits):
     return logits.float().log_softmax(-1)[:, 0].neg().mean()
 

@@ -9,8 +9,6 @@ from engines import Engine, loss, net
 
 from lowtide.auditing import CHECKS, CannotAuditError, Verdict, audit
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs")
-
 FAULTS = [
     (engines.SkipsALayer, {"recomputed"}),
     (engines.DoesNothing, {"recomputed", "memory"}),
@@ -116,6 +114,12 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
     assert model.embed.weight.grad is None
     assert all("forward" not in layer.__dict__ and not layer._forward_pre_hooks for layer in model.layers)
+
+
+def test_a_loss_that_is_cut_off():
+    report = audit(engines.Bare(), (torch.randn(4, engines.WIDTH),), configure=engines.Reentrant())
+    assert failed(report) == {"gradients present"}, report
+    assert "no parameter gets a gradient" in report["gradients present"].summary
 
 
 def test_a_set_up_that_raises():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -68,6 +69,23 @@ def audit(
 
     The model is left as it was.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps that are run again and again; what they mean is judged
+        return _audit(model, batch, configure, reference, loss, modes, checks, offload, dropout, seed)
+
+
+def _audit(
+    model: nn.Module,
+    batch: Any,
+    configure: Callable[[nn.Module], Any] | None,
+    reference: nn.Module | Callable[[nn.Module], Any] | None,
+    loss: Callable[[Any], Tensor] | None,
+    modes: Sequence[str] | None,
+    checks: Sequence[str] | None,
+    offload: bool,
+    dropout: float | None,
+    seed: int,
+) -> AuditReport:
     _check_input(model, checks)
     setups = setups_for(model, configure, modes)
     if is_parallel(model) and any(setup.configure is not None for setup in setups):
@@ -81,7 +99,7 @@ def audit(
         case = Case(setup, model, yardstick, offload)
         found = _judge(case, checks)
         outcomes.extend(found)
-        if not any(check.name == "runs" for check in found):
+        if "seen" in vars(case):  # it ran
             blocks[setup.name] = _blocks(case)
     return AuditReport(model=type(model).__name__, checks=outcomes, blocks=blocks, seed=seed)
 
@@ -114,6 +132,8 @@ def _judge(case: Case, wanted: Sequence[str] | None) -> list[Check]:
     """All checks of one set-up. A set-up that raises fails; a check that raises later fails by itself."""
     try:
         _ = case.seen
+    except CannotAuditError as error:
+        return [_cut_off(case, error)]
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return [_raised(case, "runs", error)]
     return [_one(case, name, check) for name, check in CHECKS.items() if _is_wanted(case, name, wanted)]
@@ -131,6 +151,18 @@ def _one(case: Case, name: str, check: Callable[[Case], Check]) -> Check:
         return check(case)
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return _raised(case, name, error)
+
+
+def _cut_off(case: Case, error: CannotAuditError) -> Check:
+    """The plain model's loss needs a gradient, this one's does not."""
+    return case.check(
+        "gradients present",
+        Verdict.FAIL,
+        "no parameter gets a gradient: the loss does not need one any more",
+        remedy="a reentrant checkpoint around everything that has weights cuts the graph off: use_reentrant=False, or "
+        "lowtide.apply",
+        error=str(error),
+    )
 
 
 def _raised(case: Case, name: str, error: Exception) -> Check:

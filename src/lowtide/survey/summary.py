@@ -7,11 +7,10 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from lowtide.auditing.formats.zoo_html import as_zoo_html, fails_everywhere
+
 if TYPE_CHECKING:
     from lowtide.survey.records import Record
-
-EVERYWHERE = 0.9
-"""A check that fails for this share of the architectures is a fact of the library, not of an architecture."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +31,10 @@ class Summary:
 def summarize(records: list[Record]) -> Summary:
     audited = [record for record in records if record.status == "audited"]
     counts: collections.Counter[str] = collections.Counter()
-    ran: collections.Counter[str] = collections.Counter()
     for record in audited:
         counts.update(f"{failure['mode']}: {failure['name']}" for failure in record.failures)
-        ran.update(f"{mode}: {check}" for mode, checks in record.verdicts.items() for check in checks)
-    everywhere = [check for check, count in counts.items() if count >= max(2, EVERYWHERE * ran[check])]
+    found = fails_everywhere([dataclasses.asdict(record) for record in audited])
+    everywhere = {f"{mode}: {check}" for mode, check in found}
     failing = {
         record.model_type: names
         for record in audited
@@ -76,6 +74,4 @@ def as_json(records: list[Record]) -> str:
 
 
 def as_html(records: list[Record]) -> str:
-    from lowtide.auditing.formats.zoo_html import as_zoo_html
-
     return as_zoo_html([dataclasses.asdict(record) for record in records])

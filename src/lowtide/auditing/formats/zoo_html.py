@@ -43,7 +43,7 @@ def as_zoo_html(records: list[Record]) -> str:
 
 def _table(engine: str, records: list[Record]) -> dict[str, Any]:
     checks = _checks(records)
-    everywhere = _everywhere(records)
+    everywhere = fails_everywhere(records)
     rows = [_row(record, everywhere, with_runs=_RUNS in checks) for record in records]
     return {
         "engine": engine,
@@ -61,7 +61,7 @@ def _checks(records: list[Record]) -> list[str]:
     return sorted(found, key=lambda check: check != _RUNS)
 
 
-def _everywhere(records: list[Record]) -> set[tuple[str, str]]:
+def fails_everywhere(records: list[Record]) -> set[tuple[str, str]]:
     """The checks, by mode, that fail for nearly all models."""
     failed = collections.Counter((f["mode"], f["name"]) for record in records for f in record["failures"])
     judged = collections.Counter((mode, c) for r in records for mode, checks in r["verdicts"].items() for c in checks)
