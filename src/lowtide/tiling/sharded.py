@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def gathered(callee: Callee) -> Iterator[None]:
-    """All weights are whole inside, whether or not anything is called: those of FSDP2 units, and ZeRO-3's."""
+    """All weights are whole inside, whether or not anything is called: those of FSDP2 units, and ZeRO-3's.
+
+    What ZeRO-3 holds whole for a module that runs right now stays with it: all of them if the module is one of its
+    leaves, as mixtures of experts are.
+    """
     sharded = [unit for unit in callee.units() if not all(group.is_unsharded for group in _groups([unit]))]
     with contextlib.ExitStack() as stack:
         for unit in sharded:
             unit.unshard()
             stack.callback(unit.reshard)
-        if callee.has_partitioned_weights():
+        weights = [] if callee.module is None else [w for w in callee.module.parameters() if is_partitioned(w)]
+        if in_pieces := [weight for weight in weights if not weight.ds_active_sub_modules]:  # type: ignore[attr-defined]
             deepspeed = importlib.import_module("deepspeed")
-            stack.enter_context(deepspeed.zero.GatheredParameters(list(callee.module.parameters())))  # type: ignore[union-attr]
+            stack.enter_context(deepspeed.zero.GatheredParameters(in_pieces))
         yield
 
 
