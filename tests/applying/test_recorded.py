@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 
 import lowtide
-
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5"), reason="transformers 4 joins the entries of all layers itself"
-)
 
 
 def make():
