@@ -94,13 +94,18 @@ def audit_specimen(
     return [_audit_policy(model, batch, policy, seed, checks) for policy in policies]
 
 
+def _dropout_under(policy: str) -> float:
+    """A tile draws masks of its own, which are others than those of the whole: tiles are judged without."""
+    return 0.0 if "tile" in policy else DROPOUT
+
+
 def _audit_policy(
     model: nn.Module, batch: dict[str, Any], policy: str, seed: int, checks: list[str] | None
 ) -> AuditReport:
     def configure(model: nn.Module) -> lowtide.Applied:
         return lowtide.apply(model, policy)
 
-    report = audit(model, batch, configure=configure, checks=checks, dropout=DROPOUT, seed=seed)
+    report = audit(model, batch, configure=configure, checks=checks, dropout=_dropout_under(policy), seed=seed)
     return dataclasses.replace(
         report,
         checks=[dataclasses.replace(check, mode=policy) for check in report.checks],

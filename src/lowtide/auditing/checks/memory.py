@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 _NOTICEABLE = 0.02
 _MOST = 0.5
 _EXPECTED, _LEAST = 0.75, 0.25
-"""Shares of the inputs. In between, something outside of the blocks may need them too: autograd saves them there."""
+"""Shares of the inputs. Below the second, inputs died that nobody needed; between the two, something outside of the
+blocks may need them as well, and autograd saves them there."""
 _FEWEST_BLOCKS = 3
 """With fewer, prefetching one block ahead looks like holding all."""
 
@@ -41,7 +42,7 @@ def offload(case: Case) -> Check:
     """Inputs of recomputed blocks: gone from the device after forward, and not all back at once in backward."""
     expected, moved = _boundary_bytes(case)
     evidence: dict[str, Any] = {"expected_bytes": expected, "moved_bytes": moved}
-    if moved == 0:
+    if moved < _LEAST * expected or moved == 0:
         return _nothing_moved(case, evidence)
     restored = sum(1 for name in case.seen.inputs if name in case.recomputed)
     evidence |= {"blocks": restored, "most_blocks_restored_at_once": case.seen.most_restored_alive}
@@ -58,7 +59,7 @@ def offload(case: Case) -> Check:
     if moved < _EXPECTED * expected:
         return case.check(
             "offload",
-            Verdict.FAIL if moved < _LEAST * expected else Verdict.INCONCLUSIVE,
+            Verdict.INCONCLUSIVE,
             f"only {what}",
             remedy="keyword inputs and tensors in containers are missed by hooks on positional ones: lowtide.apply "
             "takes all of them",
@@ -72,7 +73,7 @@ def _nothing_moved(case: Case, evidence: dict[str, Any]) -> Check:
         return case.check(
             "offload",
             Verdict.FAIL,
-            "nothing left the device",
+            f"{format_bytes(evidence['moved_bytes'])} of {format_bytes(evidence['expected_bytes'])} left the device",
             remedy="an offload patch on torch's CheckpointFunction is never called by use_reentrant=False; hooks see "
             "positional inputs only: lowtide.apply(model, 'recompute+offload')",
             **evidence,
