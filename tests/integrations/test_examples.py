@@ -1,0 +1,57 @@
+"""The examples run as their first lines say, and train."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_torchrun import torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def python(script: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def falls(losses: list[str]) -> bool:
+    assert len(losses) > 3
+    return float(losses[-1]) < float(losses[0])
+
+
+def test_trainer():
+    output = python("trainer.py")
+    (losses,) = re.findall(r"^losses (.*)$", output, re.MULTILINE)
+    assert falls(re.findall(r"\d+\.\d+", losses))
+    assert "recomputes 32 as logged" in output
+    assert "model.layers.0-3 x4 [recompute+tile(mlp)] forwards 8, recomputes 8" in output
+
+
+def test_accelerate_on_two_ranks():
+    output = torchrun(EXAMPLES / "accelerate_loop.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "forwards 4, recomputes 4" in output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed")
+def test_deepspeed_zero_3(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    output = torchrun(EXAMPLES / "deepspeed_zero3.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "forwards 6, recomputes 6" in output
+
+
+def test_patched_framework():
+    assert python("patched_framework.py").splitlines() == [
+        "4 calls answered, one graph: DDP's hooks fire once",
+        "torch's own function is back: True",
+    ]
