@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.zoo.parts import Fixed, Noise, Recipe
-from lowtide.zoo.scene import ROWS, Scene, first
+from lowtide.zoo.scene import ROWS, Scene, anywhere, first
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -31,6 +31,7 @@ _BINS = (
     "input_size",
     "feature_size",
     "mel_dim",
+    "model_in_dim",
 )
 _MASKS = (
     "input_features_mask",
@@ -44,16 +45,21 @@ FRAMES = 32
 LONG = 128
 # What models have built in that do not say it in their configuration.
 USUAL_BINS = 128
-SAMPLES = 4000
+# A multiple of what models stride over, of which some insist on it.
+SAMPLES = 3840
 
 
 def spectrograms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recipe]:
     """Layouts of spectrograms as the argument `name`: bins or frames first, with a mask where one is taken."""
     tower = scene.tower(*_TOWERS)
-    bins = (first(tower, *_BINS) or USUAL_BINS) * (first(tower, "num_stacked_frames") or 1)
+    bins = (first(tower, *_BINS) or anywhere(scene.config, *_BINS) or USUAL_BINS) * (
+        first(tower, "num_stacked_frames") or 1
+    )
     lengths = dict.fromkeys((2 * (first(tower, "max_source_positions") or FRAMES // 2), LONG))
     for frames in lengths:
-        for shape in ((ROWS, bins, frames), (ROWS, frames, bins), (ROWS, 1, frames, bins)):
+        layouts = ((ROWS, bins, frames), (ROWS, frames, bins))
+        # Some look at a spectrogram as at a picture.
+        for shape in layouts if first(tower, "spec_size") is None else ((ROWS, 1, frames, bins),):
             for mask in _masks(takes, frames):
                 yield {name: Noise(shape), **mask}
 

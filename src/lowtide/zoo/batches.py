@@ -26,6 +26,7 @@ _MODALITIES = (
     ("input_features", spectrograms),
     ("audio_mel", spectrograms),
     ("spectrogram", spectrograms),
+    ("mel_spectrogram", spectrograms),
     ("input_values", waveforms),
     ("hidden_states", pictures),
 )

@@ -143,7 +143,7 @@ def _from_auto_classes(model_type: str) -> list[type[nn.Module]]:
         found = mapping.get(model_type, ())
         names.update(dict.fromkeys((found,) if isinstance(found, str) else found))
     classes: Iterator[type[nn.Module] | None] = (getattr(transformers, name, None) for name in names)
-    return [cls for cls in classes if cls is not None]
+    return [cls for cls in classes if cls is not None and _has_forward(cls)]
 
 
 def _rank(name: str, has_towers: bool) -> int:

@@ -8,8 +8,7 @@ import torch
 
 from lowtide.zoo.parts import Fixed, Integers, Noise, Part, Recipe, Tokens
 from lowtide.zoo.scene import LENGTH, ROWS, Scene, first
-from lowtide.zoo.unusual_batches import flattened_patches
-from lowtide.zoo.vision import channels, patch_size, picture_sizes, vision_tower
+from lowtide.zoo.vision import channels, flattened_patches, patch_size, picture_sizes, vision_tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -79,6 +78,10 @@ def _flattened(scene: Scene, recipe: Recipe) -> Part:  # noqa: ARG001
     return flattened_patches(scene)
 
 
+def _task(scene: Scene, recipe: Recipe) -> Part:  # noqa: ARG001
+    return Noise((ROWS, first(scene.config, "task_seq_len") or LENGTH))
+
+
 def _high_resolution(scene: Scene, recipe: Recipe) -> Part | None:
     """The same pictures for a second tower."""
     tower = scene.tower("high_res_vision_config")
@@ -112,6 +115,7 @@ COMPANIONS: dict[str, Callable[[Scene, Recipe], Part | None]] = {
     "flattened_patches": _flattened,
     "high_res_pixel_values": _high_resolution,
     "hidden_states": _hidden,
+    "task_inputs": _task,
     "inputs_embeds": _hidden,
     "next_sentence_label": _next_sentence,
     "qformer_input_ids": _tokens,
@@ -121,6 +125,7 @@ COMPANIONS: dict[str, Callable[[Scene, Recipe], Part | None]] = {
 }
 # Optional, and given whenever they are taken: without them, a part of the model or of its loss stays idle.
 WANTED = (
+    "flattened_patches",
     "high_res_pixel_values",
     "bbox",
     "bool_masked_pos",

@@ -86,7 +86,9 @@ def _classes(model_type: str, model_class: str | None) -> list[type[nn.Module]]:
     package = missing_package(model_type)
     if package is not None:
         raise CannotBuildError(model_type, [f"its code needs {package}, which is not installed"])
-    asked = "it has no model class of its own" if model_class is None else f"it has no class {model_class}"
+    asked = (
+        "it has no model class of its own with a forward" if model_class is None else f"it has no class {model_class}"
+    )
     raise CannotBuildError(model_type, [asked])
 
 

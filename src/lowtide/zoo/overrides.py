@@ -32,18 +32,33 @@ FIELDS: dict[str, dict[str, Any]] = {
         "window_size_per_stage": [4, 4, 2, 2],
         "global_attention_blocks": [3, 5],
     },
+    "sam2_vision_model": {
+        "backbone_channel_list": [128, 64, 32, 16],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
+    "sam2_prompt_encoder": {"image_size": 64, "patch_size": 16},
+    "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "textnet": {"stem_out_channels": 16},
     "seggpt": {"image_size": [64, 32], "pretrain_image_size": 32, "merge_index": 0},
     # A drop path rate is looked up by the stage's number in a list as long as the stage, so that no stage is shorter.
     "cvt": {"depth": [2, 2, 3]},
     "swin2sr": {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "image_size": 32, "window_size": 4},
     # Lists are added to a list.
-    "vitmatte": {"convstream_hidden_sizes": [16, 16, 32], "fusion_hidden_sizes": [32, 32, 16, 16], "hidden_size": 64},
+    "vitmatte": {
+        "convstream_hidden_sizes": [16, 16, 32],
+        "fusion_hidden_sizes": [32, 32, 16, 16],
+        "hidden_size": 64,
+        "backbone_config.patch_size": 16,
+        "backbone_config.image_size": 64,
+    },
     "vitpose": {"image_size": [32, 32]},
     # Widths double with every downsampling.
     "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 64},
     "encodec": {"num_filters": 4},
     "mimi": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer": {"num_filters": 4},
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4},
     # The patches of a picture are pictures for its towers; and hooks are set on their layers.
     "depth_pro": {"patch_size": 32, "intermediate_hook_ids": [1, 0]},
     "perceiver": {"d_latents": 64, "num_self_attends_per_block": 2, "output_num_channels": 16},
@@ -91,9 +106,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "emu3_vqgan": {"codebook_size": 8},
     # -- Kinds of layers said in a way of its own. --
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
+    "molmo2_vision": {"num_position_embeddings": 16},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     # -- Numbers that must fit others. --
     "aria": {"projector_patch_to_query_dict": {16: 8, 64: 8}},
+    # A rotary embedding never narrower than 32 is applied to whole heads.
+    "clvp_encoder": {"num_attention_heads": 2},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     # The width after subsampling is computed as if the first number were the bins, of which there are 128.
@@ -113,6 +132,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64},
     # Coordinates share the width, a sixth for each.
     "lilt": {"hidden_size": 48},
+    # Both parts of a head together.
+    "longcat_flash": {"qk_head_dim": 32},
+    "neucodec": {"num_hidden_layers": 2, "hidden_size": 64, "quantization_dim": 64},
+    "xcodec2": {"num_hidden_layers": 2, "hidden_size": 64, "quantization_dim": 64},
+    "shieldgemma2": {"yes_token_index": 100, "no_token_index": 101},
+    "step3p5": {"sliding_window": 8},
+    "tvp": {"max_img_size": 32, "visual_prompt_size": 4},
+    # Four features of sound become one, as wide as the inner layer.
+    "voxtral_encoder": {"intermediate_size": 256},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "rf_detr": {"projector_scale_factors": [1.0]},
     # Tokens are merged behind this layer.
@@ -134,6 +162,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 100, "vision_end_token_id": 101},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 100, "vision_end_token_id": 101},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 96},
     "t5gemma2_decoder": {"dropout_rate": 0.1},
     "t5gemma2_text": {"dropout_rate": 0.1},

@@ -129,3 +129,17 @@ class Each:
         if isinstance(self.entry, dict):
             return {name: part.make(generator, made) for name, part in self.entry.items()}
         return self.entry.make(generator, made)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedPatches:
+    """Patches of square pictures, each with its row and column, counted from one, in front."""
+
+    rows: int
+    side: int
+    width: int
+
+    def make(self, generator: torch.Generator, made: dict[str, Any]) -> torch.Tensor:  # noqa: ARG002
+        places = torch.cartesian_prod(torch.arange(self.side), torch.arange(self.side)) + 1
+        pixels = torch.randn(self.rows, self.side**2, self.width, generator=generator)
+        return torch.cat([places.float().expand(self.rows, -1, -1), pixels], dim=-1)

@@ -6,6 +6,7 @@ How many that is depends on merging, pooling and cropping, so the tower itself i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -19,7 +20,7 @@ from lowtide.zoo.parts import Fixed, Recipe, make_batch
 from lowtide.zoo.scene import LENGTH, ROWS, Scene, anywhere, in_short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     Layouts = Callable[[Scene, str, Collection[str]], Iterator[Recipe]]
 
@@ -100,16 +101,25 @@ def _plantings(scene: Scene, modality: Modality) -> Iterator[Planting]:
     for pictures_or_sound in layouts:
         layout = completed(scene, pictures_or_sound, ("high_res_pixel_values",))
         recipe = {name: part for name, part in layout.items() if scene.takes(name)}
-        try:
-            count = _features(method, layout) if method is not None else _features_by_complaint(scene, recipe, token)
-        except Exception as error:  # noqa: BLE001  a layout is a guess, and models fail on wrong ones in any way they like
-            scene.notes.append(f"{modality.method} of {', '.join(layout)}: {in_short(error)}")
-            continue
+        asking = [functools.partial(_features_by_complaint, scene, recipe, token)]
+        if method is not None:
+            asking.insert(0, functools.partial(_features, method, layout))
+        count = _first_answer(scene, asking)
         if count % ROWS == 0 and 0 < count <= MOST:
             working += 1
             yield Planting(recipe, token, count // ROWS, modality.kind)
         if working == LAYOUTS:
             return
+
+
+def _first_answer(scene: Scene, asking: Sequence[functools.partial[int]]) -> int:
+    """The first number of features that is told; none, if no way of asking works."""
+    for ask in asking:
+        try:
+            return ask()
+        except Exception as error:  # noqa: BLE001  a layout is a guess, and models fail on wrong ones in any way they like
+            scene.notes.append(f"{ask.func.__name__}: {in_short(error)}")
+    return 0
 
 
 def _features(method: Callable[..., Any], layout: Recipe) -> int:

@@ -82,6 +82,8 @@ RULES = (
         8,
     ),
     _rule("queries", r"two_stage_num_proposals|num_detection_tokens|train_num_points|latent_query_num", 8),
+    _rule("windows", r"n_window", 8),
+    _rule("windows", r"n_window_infer", 32),
     _rule("windows", r"attention_window|window_size|local_window_size|attention_window_size|local_radius", 4),
     _rule("windows", r"sliding_window(_size)?|local_attention|index_topk|(mamba_|attention_)?chunk_size", 8),
     _rule("sources", r"max_source_positions", 16),

@@ -7,8 +7,10 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lowtide.zoo.fields import read
-from lowtide.zoo.parts import Tokens
+from lowtide.zoo.parts import Fixed, Recipe, Tokens
 from lowtide.zoo.specimen import configurations_in
 from lowtide.zoo.token_ids import is_token_id
 
@@ -96,6 +98,16 @@ class Scene:
                 if hasattr(found, "model_type"):
                     return found
         return self.config
+
+
+def ones(*shape: int) -> Fixed:
+    """A mask that lets everything through."""
+    return Fixed(torch.ones(shape, dtype=torch.long))
+
+
+def text(scene: Scene, length: int = LENGTH) -> Recipe:
+    """Plain text and its mask."""
+    return {"input_ids": scene.tokens(length), "attention_mask": ones(ROWS, length)}
 
 
 def in_short(error: Exception) -> str:

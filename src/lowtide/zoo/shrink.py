@@ -121,18 +121,29 @@ def _shrink_list(config: Any, name: str, value: Sequence[Any], plan: Plan, token
 
 # Windows are counted in patches, or, if larger than this, in pixels.
 _LARGEST_WINDOW_OF_PATCHES = 32
+# How much smaller the last of several stages usually is.
+_SHRINKAGE = 32
 
 
 def _shrink_integer(config: Any, name: str, value: int, plan: Plan) -> int:
     if name in {"image_size", "pretrain_image_size", "spec_size"} and is_staged(config):
         return min(value, plan.staged_image)
-    if name == "window_size" and value > _LARGEST_WINDOW_OF_PATCHES:
-        return 4 * plan.patch
+    if name == "window_size":
+        return min(value, _window(config, value, plan))
+    if name == "encoder_stride" and not is_staged(config):
+        # By how much a decoder enlarges what patches made small.
+        return min(value, plan.patch)
     if name == doubling_width(config):
         return min(value, plan.width // 4)
     if "heads" in name and re.search(r"key_value|kv", name) and value > 1:
         return min(value, plan.heads if value == _query_heads(config) else plan.heads // 2)
     return bound_of(name, value, plan)
+
+
+def _window(config: Any, value: int, plan: Plan) -> int:
+    if value > _LARGEST_WINDOW_OF_PATCHES:
+        return 4 * plan.patch
+    return plan.staged_image // _SHRINKAGE if is_staged(config) else bound_of("window_size", value, plan)
 
 
 def _query_heads(config: Any) -> int | None:

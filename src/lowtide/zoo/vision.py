@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.zoo.parts import Fixed, Noise, Recipe
-from lowtide.zoo.scene import ROWS, Scene, first
+from lowtide.zoo.parts import Fixed, Noise, Part, PlacedPatches, Recipe
+from lowtide.zoo.scene import ROWS, Scene, anywhere, first
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -37,13 +37,26 @@ def vision_tower(scene: Scene) -> Any:
 
 def picture_sizes(tower: Any) -> list[tuple[int, int]]:
     """Height and width: as configured, or some that are common."""
-    size = first(tower, "image_size", "input_size", "img_size", "crop_size", "spec_size")
+    size = anywhere(tower, "image_size", "input_size", "img_size", "crop_size", "spec_size")
     sizes = [(size, size)] if isinstance(size, int) else [tuple(size)] if isinstance(size, list | tuple) else []
     if isinstance(size, dict):
         sizes = [(size["height"], size["width"])]
     return list(
         dict.fromkeys([pair for pair in sizes if len(pair) == len(("height", "width"))] + [(s, s) for s in _SIZES])
     )[:4]
+
+
+def one_picture(scene: Scene) -> tuple[int, int, int]:
+    """The shape of a picture."""
+    tower = vision_tower(scene)
+    height, width = picture_sizes(tower)[0]
+    return channels(tower), height, width
+
+
+def flattened_patches(scene: Scene) -> Part:
+    """Patches with their row and column, counted from one, in front."""
+    tower = vision_tower(scene)
+    return PlacedPatches(ROWS, GRID, channels(tower) * patch_size(tower) ** 2)
 
 
 def channels(tower: Any) -> int:

@@ -1,0 +1,122 @@
+"""Unusual batches of sound: codes, spectrograms and what they are made from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide.zoo.parts import Fixed, Integers, Noise, Recipe, Same
+from lowtide.zoo.scene import LENGTH, ROWS, Scene, anywhere, first, ones, text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _dia(scene: Scene) -> Recipe:
+    """Several codes at every step of the decoder; labels hold all codes of a channel after one another."""
+    count = anywhere(scene.config, "num_channels")
+    codes = Integers((ROWS, LENGTH, count), 64, low=1)
+    return text(scene) | {"decoder_input_ids": codes, "labels": Integers((ROWS * count, LENGTH), 64, low=1)}
+
+
+def _dia_decoder(scene: Scene) -> Recipe:
+    codes = Integers((ROWS, LENGTH, first(scene.config, "num_channels")), 64, low=1)
+    return {
+        "input_ids": codes,
+        "encoder_hidden_states": Noise((ROWS, LENGTH, first(scene.config, "cross_hidden_size"))),
+    }
+
+
+def _csm(scene: Scene) -> Recipe:
+    """A frame of codes at every step, which are the labels as well; the depth decoder runs on labels only."""
+    codes = Integers((ROWS, LENGTH, first(scene.config, "num_codebooks")), 64, low=1)
+    return {"input_ids": codes, "attention_mask": ones(ROWS, LENGTH), "labels": Same("input_ids")}
+
+
+def _frames_of_codes(scene: Scene) -> Recipe:
+    """A text token and a code of every codebook at every step."""
+    books = first(scene.config, "num_codebooks")
+    return {"input_ids": Integers((ROWS, LENGTH, books + 1), 64, low=1), "attention_mask": ones(ROWS, LENGTH)}
+
+
+def _fastspeech2(scene: Scene) -> Recipe:
+    """Training takes all labels at once; every token lasts two frames."""
+    config = scene.tower("model_config")
+    return text(scene) | {
+        "spectrogram_labels": Noise((ROWS, 2 * LENGTH, first(config, "num_mel_bins"))),
+        "duration_labels": Fixed(torch.full((ROWS, LENGTH), 2)),
+        "pitch_labels": Noise((ROWS, LENGTH, 1)),
+        "energy_labels": Noise((ROWS, LENGTH, 1)),
+    }
+
+
+def _gemma3n_audio(scene: Scene) -> Recipe:
+    """The mask marks what is left out."""
+    frames = 64
+    mask = Fixed(torch.zeros(ROWS, frames, dtype=torch.bool))
+    return {"audio_mel": Noise((ROWS, frames, first(scene.config, "input_feat_size"))), "audio_mel_mask": mask}
+
+
+def _inkling_audio(scene: Scene) -> Recipe:
+    return {"audio_input_ids": Integers((ROWS, LENGTH, first(scene.config, "n_mel_bins")), 64)}
+
+
+def _codes_of_books(scene: Scene) -> Recipe:
+    """The codes of a step's codebooks stand in rows of their own."""
+    books = anywhere(scene.config, "num_codebooks")
+    codes = Integers((ROWS * books, LENGTH), 64, low=1)
+    labels = Integers((ROWS, LENGTH, books), 64, low=1)
+    if scene.takes("decoder_input_ids"):
+        return text(scene) | {"decoder_input_ids": codes, "labels": labels}
+    return {"input_ids": codes, "labels": labels}
+
+
+def _moshi_depth(scene: Scene) -> Recipe:
+    """A token for each codebook, no more."""
+    books = first(scene.config, "num_codebooks")
+    return {
+        "input_ids": Integers((ROWS, books), 64, low=1),
+        "last_hidden_state": Noise((ROWS, 1, first(scene.config, "input_size"))),
+        "labels": Integers((ROWS, books), 64, low=1),
+    }
+
+
+def _frames_of_sound(scene: Scene) -> Recipe:
+    """Spectrograms of all rows after one another, and their lengths."""
+    frames = 16
+    bins = first(scene.config, "num_mel_bins")
+    lengths = Fixed(torch.tensor([frames] * ROWS))
+    return {"input_features": Noise((bins, ROWS * frames)), "feature_lens": lengths, "aftercnn_lens": lengths}
+
+
+def _masked_sound(scene: Scene) -> Recipe:
+    bins = first(scene.config, "input_size") or 16
+    return {"hidden_states": Noise((ROWS, 64, bins)), "mask": Fixed(torch.ones(ROWS, 64, dtype=torch.bool))}
+
+
+def _speech(scene: Scene) -> Recipe:
+    """The encoder hears waveforms, which the model's own arguments leave open."""
+    sound = Noise((ROWS, 3840))
+    return {"input_values": sound, "decoder_input_ids": scene.tokens(), "labels": Same("decoder_input_ids")}
+
+
+BATCHES: dict[str, Callable[[Scene], Recipe]] = {
+    "csm": _csm,
+    "dia": _dia,
+    "dia_decoder": _dia_decoder,
+    "fastspeech2_conformer": _fastspeech2,
+    "fastspeech2_conformer_with_hifigan": _fastspeech2,
+    "gemma3n_audio": _gemma3n_audio,
+    "inkling_audio": _inkling_audio,
+    "kyutai_speech_to_text": _frames_of_codes,
+    "moshi_depth": _moshi_depth,
+    "musicgen": _codes_of_books,
+    "musicgen_decoder": _codes_of_books,
+    "musicgen_melody": _codes_of_books,
+    "musicgen_melody_decoder": _codes_of_books,
+    "phi4_multimodal_audio": _masked_sound,
+    "qwen2_5_omni_audio_encoder": _frames_of_sound,
+    "qwen3_omni_moe_audio_encoder": _frames_of_sound,
+    "speech-encoder-decoder": _speech,
+}
