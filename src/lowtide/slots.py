@@ -8,6 +8,7 @@ and a frame.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -93,7 +94,11 @@ def _parts(value: Any) -> tuple[Any, list[Any]] | None:
 
 def _dataclass_parts(value: Any) -> tuple[Any, list[Any]]:
     """Copied shallowly and refilled, so that frozen classes and those with their own `__init__` work."""
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    stored = {}
+    for field in dataclasses.fields(value):
+        with contextlib.suppress(AttributeError):  # a field that was never set
+            stored[field.name] = object.__getattribute__(value, field.name)  # transformers' configurations may refuse
+    names = list(stored)
     empty = copy.copy(value)
     for name in names:
         object.__setattr__(empty, name, None)
@@ -104,4 +109,4 @@ def _dataclass_parts(value: Any) -> tuple[Any, list[Any]]:
             object.__setattr__(again, name, item)
         return again
 
-    return make, [getattr(value, name) for name in names]
+    return make, list(stored.values())

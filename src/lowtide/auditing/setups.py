@@ -99,7 +99,7 @@ def is_checkpointing(model: nn.Module) -> bool:
 
 def disable(model: nn.Module) -> None:
     """Switch off the checkpointing that a model has by itself."""
-    if _offers_checkpointing(model):
+    if _offers_checkpointing(model) and is_checkpointing(model):
         model.gradient_checkpointing_disable()  # type: ignore[operator]
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn import functional as F
@@ -114,6 +114,9 @@ class DeferredLogits:
             if self._on_meta(tried, index).shape[-1:] != (classes,):
                 raise self._refuse(f"indexed with {index}")
         return dataclasses.replace(self, hidden=self.hidden[index])
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise self._refuse("written to")  # Chameleon bans image tokens so
 
     @staticmethod
     def _on_meta(tried: torch.Tensor, index: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import lowtide
 from lowtide import zoo
 from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, audit
-from lowtide.errors import LowtideError
+from lowtide.errors import LogitsNotComputedError, NoRegionError, NotTokenWiseError
 from lowtide.survey.records import Record
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ TILED = (
 )
 """Of these, the first that is not refused: not every model has a head, or an MLP of its own. Tiles are small, because
 batches are."""
+
+REFUSALS = (NoRegionError, NotTokenWiseError, LogitsNotComputedError)
+"""What Lowtide says before the first step is over, if a model cannot be run so."""
 
 
 class Engine(enum.StrEnum):
@@ -66,7 +69,7 @@ def _survey(record: Record, specimen: zoo.Specimen, engine: Engine) -> None:
     if engine is Engine.TRANSFORMERS and not getattr(model, "supports_gradient_checkpointing", False):
         record.status, record.why = "no checkpointing", f"{specimen.model_class} does not support it"
         return
-    accepted, refusals = _policies(model) if engine is Engine.LOWTIDE else ([], {})
+    accepted, refusals = _policies(model, specimen.batch(0)) if engine is Engine.LOWTIDE else ([], {})
     if refusals and not accepted:
         record.status, record.why = "refused", "; ".join(refusals.values())
         return
@@ -113,21 +116,22 @@ def _audit_policy(
     )
 
 
-def _policies(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+def _policies(model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     """The policies to audit, and those that Lowtide refuses for this model, with its words."""
     refused: dict[str, str] = {}
-    accepted = [policy for policy in POLICIES if _is_accepted(model, policy, refused)]
-    accepted += next(([policy] for policy in TILED if _is_accepted(model, policy, refused)), [])
+
+    def accepts(policy: str) -> bool:
+        try:
+            with lowtide.apply(model, policy):
+                model(**batch)
+        except REFUSALS as error:
+            refused[policy] = f"{type(error).__name__}: {error}"
+            return False
+        return True
+
+    accepted = [policy for policy in POLICIES if accepts(policy)]
+    accepted += next(([policy] for policy in TILED if accepts(policy)), [])
     return accepted, refused
-
-
-def _is_accepted(model: nn.Module, policy: str, refused: dict[str, str]) -> bool:
-    try:
-        lowtide.apply(model, policy).remove()
-    except LowtideError as error:
-        refused[policy] = f"{type(error).__name__}: {error}"
-        return False
-    return True
 
 
 def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]) -> None:
