@@ -236,7 +236,7 @@ class TestLogits:
         with pytest.raises(LogitsNotComputedError, match="passed to softmax"):
             torch.softmax(outputs.logits, -1)
         with pytest.raises(LogitsNotComputedError, match="written to"):
-            output.logits[:, :, :3] = 0
+            outputs.logits[:, :, :3] = 0
         with pytest.raises(LogitsNotComputedError, match="indexed"):
             outputs.logits[..., :5]
         with pytest.raises(LogitsNotComputedError, match="reshaped"):
