@@ -6,6 +6,7 @@
 #   make bench   side by side with peers, which go into .venv-peers
 #   make test-peers   the tests that need a peer's package
 #   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
+#   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make docs    the documentation site, in site/
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PEERS := .venv-peers/bin
 COMPAT := .venv-compat/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-peers test-compat lint bench docs clean
+.PHONY: zoo demo test test-all test-peers test-compat lint bench docs clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/memory_cap.py
@@ -40,6 +41,15 @@ test-peers: .venv-peers/.ready
 
 test-compat: .venv-compat/.ready
 	$(COMPAT)/python -m pytest $(ARGS)
+
+ZOO := $(BIN)/lowtide audit --zoo --resume --format json
+TRANSFORMERS = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('transformers'))")
+
+# An exit code of 1 says that something failed, which is what the page is for.
+zoo: .venv/.dev
+	$(ZOO) --engine transformers --records zoo-theirs.jsonl -o docs/zoo/transformers-$(TRANSFORMERS).json || test $$? = 1
+	$(ZOO) --engine lowtide --records zoo-ours.jsonl -o docs/zoo/lowtide-on-transformers-$(TRANSFORMERS).json || test $$? = 1
+	$(BIN)/python bench/zoo_page.py
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -39,7 +39,7 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         "",
         *counts(own),
         "",
-        "### What holds for (nearly) all",
+        "### What holds for most of them",
         "",
         *(f"- `{check}`: {own.by_check[check]} architectures. {example(theirs, check)}" for check in own.everywhere),
         "",

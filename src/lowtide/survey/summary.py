@@ -23,7 +23,7 @@ class Summary:
     by_check: dict[str, int]
     """Architectures that fail, by "mode: check"."""
     everywhere: list[str]
-    """Checks that fail (nearly) everywhere: facts of the library."""
+    """Checks that fail for more than half: facts of the library."""
     failing: dict[str, list[str]]
     """By architecture: the checks that it fails, without those that fail everywhere."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lowtide.auditing.case import Case
     from lowtide.auditing.stacks import Stack
 
-_SHARE = 0.05
+_SHARE = 0.1
 """A stack that holds less than this share of the memory is mentioned, not failed."""
 
 
