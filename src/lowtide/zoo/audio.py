@@ -32,6 +32,7 @@ _BINS = (
     "feature_size",
     "mel_dim",
     "model_in_dim",
+    "audio_embed_dim",
 )
 _MASKS = (
     "input_features_mask",
@@ -55,7 +56,9 @@ def spectrograms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Re
     bins = (first(tower, *_BINS) or anywhere(scene.config, *_BINS) or USUAL_BINS) * (
         first(tower, "num_stacked_frames") or 1
     )
-    lengths = dict.fromkeys((2 * (first(tower, "max_source_positions") or FRAMES // 2), LONG))
+    # As many as two windows hold, or as the encoder has places for after halving them.
+    short = 4 * (first(tower, "n_window") or 0) or 2 * (first(tower, "max_source_positions") or FRAMES // 2)
+    lengths = dict.fromkeys((short, LONG))
     for frames in lengths:
         layouts = ((ROWS, bins, frames), (ROWS, frames, bins))
         # Some look at a spectrogram as at a picture.
@@ -65,8 +68,12 @@ def spectrograms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Re
 
 
 def _masks(takes: Collection[str], frames: int) -> list[Recipe]:
-    masks: list[Recipe] = [{n: Fixed(torch.ones(ROWS, frames, dtype=torch.long))} for n in _MASKS if n in takes]
-    return [*masks[:1], {}]
+    name = next((name for name in _MASKS if name in takes), None)
+    if name is None:
+        return [{}]
+    # Some pick features by it, which takes booleans; some count with it, which takes numbers.
+    masks: list[Recipe] = [{name: Fixed(torch.ones(ROWS, frames, dtype=kind))} for kind in (torch.bool, torch.long)]
+    return [*masks, {}]
 
 
 def waveforms(scene: Scene, name: str, takes: Collection[str]) -> Iterator[Recipe]:

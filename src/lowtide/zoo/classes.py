@@ -83,7 +83,8 @@ def missing_package(model_type: str) -> str | None:
         list(_modeling_modules(configuration_class(model_type), skip_broken=False))
     except ModuleNotFoundError as error:
         return error.name
-    return None
+    # Transformers has dummies in place of classes whose packages are missing; they know which.
+    return next((cls._backends[0] for cls in _in_auto_classes(model_type) if hasattr(cls, "_backends")), None)
 
 
 def _configurations() -> ModuleType:
@@ -136,14 +137,18 @@ def _names_configuration(annotation: Any) -> bool:
 
 def _from_auto_classes(model_type: str) -> list[type[nn.Module]]:
     """For types that have a name of their own and use another one's model."""
+    return [cls for cls in _in_auto_classes(model_type) if not hasattr(cls, "_backends") and _has_forward(cls)]
+
+
+def _in_auto_classes(model_type: str) -> list[type[Any]]:
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     transformers = importlib.import_module("transformers")
     names: dict[str, None] = {}
     for mapping in (value for key, value in vars(auto).items() if key.startswith("MODEL_") and key.endswith("_NAMES")):
         found = mapping.get(model_type, ())
         names.update(dict.fromkeys((found,) if isinstance(found, str) else found))
-    classes: Iterator[type[nn.Module] | None] = (getattr(transformers, name, None) for name in names)
-    return [cls for cls in classes if cls is not None and _has_forward(cls)]
+    classes: Iterator[type[Any] | None] = (getattr(transformers, name, None) for name in names)
+    return [cls for cls in classes if cls is not None]
 
 
 def _rank(name: str, has_towers: bool) -> int:

@@ -13,7 +13,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     # -- Sizes of stages that the rules cannot scale: no common divisor, or they must fit one another. --
     "align_vision_model": {"width_coefficient": 0.2, "depth_coefficient": 1.0, "hidden_dim": 64},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 1.0, "hidden_dim": 320},
-    "efficientloftr": {"stage_num_blocks": [2, 2, 2, 2], "out_features": [16, 16, 32, 64], "hidden_size": 64},
+    "efficientloftr": {
+        "num_attention_heads": 8,
+        "stage_num_blocks": [2, 2, 2, 2],
+        "out_features": [16, 16, 32, 64],
+        "hidden_size": 64,
+    },
     "hgnet_v2": {
         "stem_channels": [3, 16, 16],
         "stage_in_channels": [16, 16, 32, 64],
@@ -98,12 +103,18 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "sapiens2_head": {"upsample_out_channels": [32, 32], "conv_out_channels": [32]},
     "chameleon": {"vocabulary_map": {"<image>": 127} | {f"IMGIMG{chr(65 + n)}Z": 100 + n for n in range(8)}},
-    "chameleon_vqgan": {"num_embeddings": 8},
+    "chameleon_vqgan": {"num_embeddings": 8, "base_channels": 32, "channel_multiplier": [1, 1]},
     "emu3": {
         "vocabulary_map": {"<image>": 127, "<|extra_200|>": 126}
         | {f"<|visual token {n:06d}|>": 100 + n for n in range(8)}
     },
-    "emu3_vqgan": {"codebook_size": 8},
+    "emu3_vqgan": {"codebook_size": 8, "channel_multiplier": [1, 1]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-2, 0], [-1, 1]],
+        "downsample_rate": "1/2",
+        "spatial_target_layers": [0, 1, 2, 3],
+        "text_config.num_hidden_layers": 4,
+    },
     # -- Kinds of layers said in a way of its own. --
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "vipllava": {"vision_feature_layers": [-2, -1]},
@@ -117,7 +128,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     # The width after subsampling is computed as if the first number were the bins, of which there are 128.
     "gemma4_audio": {"subsampling_conv_channels": [128, 8]},
-    "janus_vqgan": {"num_patches": 2},
+    "janus_vqgan": {"num_patches": 16, "base_channels": 32, "channel_multiplier": [1, 1]},
     # The numbers in a patch.
     "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 192},
     "pix2struct_vision_model": {"patch_embed_hidden_size": 192},
@@ -141,6 +152,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     "tvp": {"max_img_size": 32, "visual_prompt_size": 4},
     # Four features of sound become one, as wide as the inner layer.
     "voxtral_encoder": {"intermediate_size": 256},
+    "glmasr_encoder": {"intermediate_size": 256},
+    # Four neighbours become one, four times as wide.
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256},
+    # What is decoded begins with a part of what is known.
+    "autoformer": {"label_length": 4},
+    # A spectrogram is folded into a square, no more often than its last stage is high.
+    "clap_audio_model": {"num_mel_bins": 32, "hidden_size": 128},
+    # Its formula for lengths holds for windows of a hundred frames only.
+    "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 800, "max_source_positions": 64},
+    "qwen3_omni_moe_audio_encoder": {"n_window": 50, "n_window_infer": 800, "max_source_positions": 64},
+    "xmod": {"default_language": "en_XX"},
+    # Attention sees a layer's input and the first one's side by side.
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "pp_formulanet_vision": {"post_conv_in_channels": 64},
+    "slanext": {"post_conv_in_channels": 64},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "rf_detr": {"projector_scale_factors": [1.0]},
     # Tokens are merged behind this layer.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,11 @@ def texts_with_placeholders(scene: Scene) -> Iterator[Recipe]:
     together = found[:-1] if len(found) > 1 and found[-1][0].kind == VIDEO else found
     if len(together) > 1:
         yield _text_with(scene, [plantings[0] for plantings in together])
-    for plantings in itertools.chain(found):
+    for plantings in found:
         for planting in plantings:
             yield _text_with(scene, [planting])
+    if len(found) > len(together):
+        yield _text_with(scene, [plantings[0] for plantings in found])
 
 
 def _plantings(scene: Scene, modality: Modality) -> Iterator[Planting]:
@@ -116,9 +117,12 @@ def _first_answer(scene: Scene, asking: Sequence[functools.partial[int]]) -> int
     """The first number of features that is told; none, if no way of asking works."""
     for ask in asking:
         try:
-            return ask()
+            told = ask()
         except Exception as error:  # noqa: BLE001  a layout is a guess, and models fail on wrong ones in any way they like
             scene.notes.append(f"{ask.func.__name__}: {in_short(error)}")
+            continue
+        if told:
+            return told
     return 0
 
 

@@ -52,7 +52,7 @@ def shrink(config: Any, plan: Plan, tokens: TokenIds | None = None) -> Any:
     """A tiny configuration of the same class as this default one."""
     tokens = tokens or TokenIds(plan.vocabulary)
     names = field_names(config)
-    changed: dict[str, Any] = {}
+    changed: dict[str, Any] = _extras(config)
     for name in names:
         value = read(config, name)
         small = _shrink_field(config, name, value, plan, tokens)
@@ -68,6 +68,12 @@ def shrink(config: Any, plan: Plan, tokens: TokenIds | None = None) -> Any:
     small_config = type(config)(**changed)
     set_attributes(small_config)
     return small_config
+
+
+def _extras(config: Any) -> dict[str, Any]:
+    """What a configuration was given beyond its fields."""
+    known = vars(type(config)()).keys() | {field.name for field in dataclasses.fields(config)}
+    return {name: value for name, value in vars(config).items() if name not in known and not name.startswith("_")}
 
 
 def _towers_left_out(config: Any) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ NOT_TOKENS = re.compile(r".*(ignore|loss|layer|head|merge|decode|unk|mask|lang|b
 PLACEHOLDERS = re.compile(r".*(image|img|video|audio|vision|visual|speech|media|protein|frame|pixel|modality)_.*")
 # Missed by models that are given pictures or sound, where a configuration leaves them open.
 PLACEHOLDER_FIELDS = {"image_token_id", "image_token_index", "audio_token_id", "audio_token_index"}
+PLACEHOLDER_FIELDS |= {"video_token_id", "video_token_index"}
 
 
 class TokenIds:

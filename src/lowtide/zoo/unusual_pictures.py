@@ -188,6 +188,11 @@ def _seggpt(scene: Scene) -> Recipe:
     return {name: Noise((ROWS, 3, side, side)) for name in names}
 
 
+def _xclip_vision(scene: Scene) -> Recipe:
+    """The frames of all rows after one another."""
+    return {"pixel_values": Noise((ROWS * first(scene.config, "num_frames"), *one_picture(scene)))}
+
+
 BATCHES: dict[str, Callable[[Scene], Recipe]] = {
     "blip_2_qformer": _qformer,
     "colqwen2": _colqwen2,
@@ -216,4 +221,5 @@ BATCHES: dict[str, Callable[[Scene], Recipe]] = {
     "seggpt": _seggpt,
     "superglue": _pairs_of_pictures,
     "visual_bert": _visual_bert,
+    "xclip_vision_model": _xclip_vision,
 }

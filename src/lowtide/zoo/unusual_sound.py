@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from lowtide.zoo.parts import Fixed, Integers, Noise, Recipe, Same
 from lowtide.zoo.scene import LENGTH, ROWS, Scene, anywhere, first, ones, text
@@ -101,6 +102,27 @@ def _speech(scene: Scene) -> Recipe:
     return {"input_values": sound, "decoder_input_ids": scene.tokens(), "labels": Same("decoder_input_ids")}
 
 
+def _stacked_frames(scene: Scene) -> Recipe:
+    """Every step holds several frames, as wide as the model's first layer."""
+    width = next(m.in_features for m in scene.model.modules() if isinstance(m, nn.Linear))
+    name = "input_features" if scene.takes("input_features") else "hidden_states"
+    return {name: Noise((ROWS, 32, width))}
+
+
+def _latents(scene: Scene) -> Recipe:
+    return {"latents": Noise((ROWS, first(scene.config, "hidden_size"), LENGTH))}
+
+
+def _voxtral_realtime(scene: Scene) -> Recipe:
+    """A token for every few frames, and so as long as the sound."""
+    tower = scene.config.audio_config
+    frames = LENGTH * first(scene.config, "audio_length_per_tok")
+    return text(scene) | {
+        "input_features": Noise((ROWS, first(tower, "num_mel_bins"), frames)),
+        "labels": Same("input_ids"),
+    }
+
+
 BATCHES: dict[str, Callable[[Scene], Recipe]] = {
     "csm": _csm,
     "dia": _dia,
@@ -108,6 +130,13 @@ BATCHES: dict[str, Callable[[Scene], Recipe]] = {
     "fastspeech2_conformer": _fastspeech2,
     "fastspeech2_conformer_with_hifigan": _fastspeech2,
     "gemma3n_audio": _gemma3n_audio,
+    "granite_speech5_ctc": _stacked_frames,
+    "granite_speech5_encoder": _stacked_frames,
+    "granite_speech_encoder": _stacked_frames,
+    "granite_speech_plus_encoder": _stacked_frames,
+    "mimi_decoder": _latents,
+    "voxtral_realtime": _voxtral_realtime,
+    "pocket_tts_audio_tokenizer_decoder": _latents,
     "inkling_audio": _inkling_audio,
     "kyutai_speech_to_text": _frames_of_codes,
     "moshi_depth": _moshi_depth,

@@ -133,7 +133,7 @@ def _packed_patches(tower: Any, name: str, takes: Collection[str]) -> Iterator[R
 
 def _patches_with_places(tower: Any, name: str, takes: Collection[str]) -> Iterator[Recipe]:
     """Patches of each picture by themselves, with the place of each."""
-    side, colours = patch_size(tower), channels(tower)
+    side, colours = first(tower, "model_patch_size") or patch_size(tower), channels(tower)
     patches = Noise((ROWS, GRID * GRID, colours * side * side))
     if "spatial_shapes" in takes:
         mask = Fixed(torch.ones(ROWS, GRID * GRID, dtype=torch.long))

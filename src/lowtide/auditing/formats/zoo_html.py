@@ -1,9 +1,9 @@
 """The audits of many models as one page: which model, in which mode, passes what; failing ones first.
 
 One table for each engine that was judged. A row is a model in a mode, a column a check; what failed stands under its
-model with the evidence, and every model has the command that repeats its audit. A check that fails for more than half of
-the models is a fact of the library: it is named above the table, and puts no model first. No chart, so no script but the
-filter.
+model with the evidence, and every model has the command that repeats its audit. A check that fails for more than half
+of the models is a fact of the library: it is named above the table, and puts no model first. No chart, so no script but
+the filter.
 """
 
 from __future__ import annotations
