@@ -95,11 +95,15 @@ def _alternating_kinds(config: Any, names: Sequence[str], layers: int) -> dict[s
     lists = {
         n: v for n, v in lists.items() if isinstance(v, list | tuple) and len(v) == layers and _are_kinds(config, n, v)
     }
+    itself = {n: v for n, v in lists.items() if list(v) == list(range(layers))}
+    lists = {n: v for n, v in lists.items() if n not in itself}
     if not lists:
         return {}
     chosen = _cover([tuple(entries) for entries in zip(*lists.values(), strict=True)])
     columns = zip(*(chosen * 2), strict=True)
-    return {name: list(column) for name, column in zip(lists, columns, strict=True)}
+    kinds = {name: list(column) for name, column in zip(lists, columns, strict=True)}
+    # A list in which every layer names itself still does.
+    return kinds | {name: list(range(2 * len(chosen))) for name in itself}
 
 
 def _are_kinds(config: Any, name: str, entries: Sequence[Any]) -> bool:

@@ -60,6 +60,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     # Widths double with every downsampling.
     "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 64},
     "encodec": {"num_filters": 4},
+    "neucodec": {"encoder_hidden_size": 4},
+    "xcodec2": {"encoder_hidden_size": 4},
     "mimi": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4},
@@ -115,7 +117,13 @@ FIELDS: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 1, 2, 3],
         "text_config.num_hidden_layers": 4,
     },
-    # -- Kinds of layers said in a way of its own. --
+    # -- Kinds of layers said in a way of its own, or missing by default. --
+    "bamba": {
+        "attn_layer_indices": [1, 3],
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+    },
+    "sapiens2": {"num_key_value_heads_per_layer": [4, 2, 4, 2], "num_hidden_layers": 4},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "molmo2_vision": {"num_position_embeddings": 16},
@@ -145,8 +153,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lilt": {"hidden_size": 48},
     # Both parts of a head together.
     "longcat_flash": {"qk_head_dim": 32},
-    "neucodec": {"num_hidden_layers": 2, "hidden_size": 64, "quantization_dim": 64},
-    "xcodec2": {"num_hidden_layers": 2, "hidden_size": 64, "quantization_dim": 64},
     "shieldgemma2": {"yes_token_index": 100, "no_token_index": 101},
     "step3p5": {"sliding_window": 8},
     "tvp": {"max_img_size": 32, "visual_prompt_size": 4},
