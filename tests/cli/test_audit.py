@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.cli import app
+from support import needs_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -84,7 +85,7 @@ def test_a_failure_is_exit_code_one_with_evidence_and_remedy(run):
         ("factories_of_a_test:misfit", "does the batch fit the model?"),
         ("no_such_architecture", "neither MODULE:FACTORY"),
         (".", "no config.json"),
-        ("clvp_encoder", "no model class of its own"),
+        pytest.param("clvp_encoder", "no model class of its own", marks=needs_zoo),
     ],
 )
 def test_what_cannot_be_run_is_exit_code_two_with_one_message(run, target, message):
@@ -99,9 +100,11 @@ def test_what_cannot_be_run_is_exit_code_two_with_one_message(run, target, messa
     [
         ((), "one target, or --zoo"),
         (("llama", "--zoo"), "one target, or --zoo"),
-        (("llama", "--checks", "speed"), "choose from"),
-        (("llama", "--policy", "recompule"), "recompule"),
-        (("llama", "--policy", "recompute", "--engine", "transformers"), "--policy is for"),
+        pytest.param(("llama", "--checks", "speed"), "choose from", marks=needs_zoo),
+        pytest.param(("llama", "--policy", "recompule"), "recompule", marks=needs_zoo),
+        pytest.param(
+            ("llama", "--policy", "recompute", "--engine", "transformers"), "--policy is for", marks=needs_zoo
+        ),
         (("--zoo", "--family", "no_such*"), "fits 'no_such*'"),
         (("--zoo", "--format", "junit"), "text, json or html"),
     ],
@@ -123,6 +126,7 @@ def test_machine_readable_formats(run, tmp_path):
     assert "<html" in (tmp_path / "report.html").read_text()
 
 
+@needs_zoo
 def test_an_architecture_under_our_policy(run):
     result = run(
         "llama", "--policy", "recompute+tile(tokens=8, loss_tokens=8)", "--checks", "recomputed,gradient values"

@@ -11,6 +11,7 @@ import pytest
 from lowtide.auditing import AuditReport, Check, Verdict
 from lowtide.survey import Engine, Record, one, read_records, run, run_survey, survey_one
 from lowtide.survey.summary import as_json, as_text, summarize
+from support import needs_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,6 +33,7 @@ def record(model_type: str, *failures: str, status="audited", engine="transforme
     )
 
 
+@needs_zoo
 def test_both_engines_on_real_models(tmp_path):
     path = tmp_path / "records.jsonl"
     own = {r.model_type: r for r in run_survey(["mllama", "resnet", "clvp_encoder"], Engine.TRANSFORMERS, path)}
@@ -76,6 +78,7 @@ def test_a_process_that_dies_or_hangs_costs_one_architecture(tmp_path, monkeypat
     assert why in found.why
 
 
+@needs_zoo
 def test_a_failure_that_does_not_come_again_is_not_listed(monkeypatch):
     def report(*failures):
         checks = [Check(name=name, mode="default", verdict=Verdict.FAIL, summary="s", remedy="r") for name in failures]

@@ -13,6 +13,9 @@ from torch import nn
 
 from lowtide import zoo
 from lowtide.errors import LowtideError
+from support import needs_zoo
+
+pytestmark = needs_zoo
 
 # One of each: language models dense, mixed, hybrid and encoder-decoder; towers for pictures, video and sound beside
 # them; vision, audio and time series alone.
