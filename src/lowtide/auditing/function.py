@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from lowtide.auditing.step import Experiment
 from lowtide.auditing.verdicts import AuditReport, Check, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 CHECKS: dict[str, Callable[[Case], Check]] = {
     "recomputed": recompute.recomputed,
@@ -69,9 +70,17 @@ def audit(
 
     The model is left as it was.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps that are run again and again; what they mean is judged
+    with _warnings_are_no_errors():
         return _audit(model, batch, configure, reference, loss, modes, checks, offload, dropout, seed)
+
+
+@contextlib.contextmanager
+def _warnings_are_no_errors() -> Iterator[None]:
+    """Where warnings are errors, as in strict test suites, a set-up that warns would look like one that raises."""
+    with warnings.catch_warnings():
+        if any(action == "error" for action, *_ in warnings.filters):
+            warnings.simplefilter("default")
+        yield
 
 
 def _audit(

@@ -24,7 +24,7 @@ _NOT_COUNTS = re.compile(
     r"|max_depth|num_dense_layers|iou_head_depth|num_feature_.*|.*_to_.*|num_stages|.*postnet.*|.*prenet.*|.*predictor_layers"
 )
 # Which of them the lists with one entry for each layer belong to.
-_MAIN_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
+_MAIN_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 
 # Where the kind changes once: that many layers of the first kind.
 _BOUNDARIES = {
@@ -83,7 +83,8 @@ def _counts(config: Any, names: Sequence[str], layers: int) -> dict[str, int]:
     for name in names:
         value = read(config, name)
         if type(value) is int and value > 0 and _COUNTS.fullmatch(name) and not _NOT_COUNTS.fullmatch(name):
-            found[name] = min(value, layers)
+            # A single layer becomes two, unless it is a part on the side.
+            found[name] = layers if name in _MAIN_COUNTS else min(value, layers)
     return found
 
 
@@ -140,19 +141,16 @@ def _mixing_numbers(config: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _special_indices(config: Any, names: Sequence[str], layers: int) -> dict[str, Any]:
-    found = {}
-    for name in names:
-        value = read(config, name)
-        is_list = isinstance(value, list | tuple) and len(value) > 0 and all(type(entry) is int for entry in value)
-        if (
-            is_list
-            and _INDICES.fullmatch(name)
-            and min(value) >= 0
-            and max(value) < layers
-            and len(set(value)) == len(value) < layers
-        ):
-            found[name] = [1, 3]
-    return found
+    listed = (name for name in names if _INDICES.fullmatch(name))
+    return {name: [1, 3] for name in listed if _are_some_of(read(config, name), layers)}
+
+
+def _are_some_of(indices: Any, layers: int) -> bool:
+    """Whether these are the indices of some layers, but not of all."""
+    if not isinstance(indices, list | tuple) or not all(type(index) is int for index in indices):
+        return False
+    different = set(indices)
+    return 0 < len(different) == len(indices) < layers and different <= set(range(layers))
 
 
 def _outputs(config: Any, names: Sequence[str], layers: int) -> dict[str, Any]:

@@ -63,6 +63,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "neucodec": {"encoder_hidden_size": 4},
     "xcodec2": {"encoder_hidden_size": 4},
     "mimi": {"num_filters": 4},
+    "mimi_decoder": {"num_filters": 4},
+    "mimi_encoder": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4},
@@ -120,7 +122,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     # -- Kinds of layers said in a way of its own, or missing by default. --
     "bamba": {
         "attn_layer_indices": [1, 3],
-        "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_hidden_layers": 4,
     },
     "sapiens2": {"num_key_value_heads_per_layer": [4, 2, 4, 2], "num_hidden_layers": 4},

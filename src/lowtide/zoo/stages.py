@@ -59,7 +59,7 @@ def _sides(name: str, values: Sequence[int], plan: Plan) -> Sequence[int]:
 
 
 def _depths(name: str, values: Sequence[int], plan: Plan) -> list[int]:  # noqa: ARG001
-    return [min(value, DEPTH) for value in values]
+    return [DEPTH] * len(values)
 
 
 def _from_backbone(name: str, values: Sequence[int], plan: Plan) -> list[int]:  # noqa: ARG001
