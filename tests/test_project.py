@@ -68,7 +68,7 @@ def python_blocks() -> list:
 
 
 def comparable(text: str) -> str:
-    """The pages show an audit's figures with transformers 5: a model of 4.57 has other buffers and holds other bytes."""
+    """The pages show an audit's figures with transformers 5: a model of 4.57 has other buffers and bytes."""
     if compat.installed_version("transformers") < Version("5") and "held after forward" in text:
         return re.sub(r"\d+(\.\d+)?", "#", text)
     return text
