@@ -26,7 +26,8 @@ MOST_PARAMETERS = 30_000_000
 # Of a model type's classes, so many are tried; of a model's batches, so many.
 MOST_CLASSES = 4
 MOST_BATCHES = 60
-
+# Parts of some models never have gradients. After so many batches that train no more than others did, it is enough.
+PATIENCE = 4
 
 # Of the reasons for a failure, so many from the beginning and from the end are shown.
 _SHOWN = 4
@@ -48,8 +49,8 @@ class CannotBuildError(LowtideError):
 @dataclasses.dataclass(frozen=True)
 class _Found:
     outcome: Outcome
-    config: Any
     recipe: Recipe
+    config: Any
     cls: type[nn.Module]
 
 
@@ -103,25 +104,30 @@ def _find_for_class(cls: type[nn.Module], model_type: str, reasons: list[str]) -
 
 
 def _find_for_plan(cls: type[nn.Module], model_type: str, plan: Plan, attempts: list[str]) -> _Found | None:
-    best: _Found | None = None
     try:
         config = shrink(configuration_class(model_type)(), plan)
-        model = _build(cls, config)
-        scene = Scene(model, config)
-        recipes = list(itertools.islice(candidates(scene), MOST_BATCHES))
+        scene = Scene(_build(cls, config), config)
     except Exception as error:  # noqa: BLE001  a plan is a guess, and what it breaks is recorded
         attempts.append(in_short(error))
         return None
+    best = _find_batch(scene, attempts)
     attempts += scene.notes
-    for recipe in recipes:
+    return None if best is None else _Found(*best, config, cls)
+
+
+def _find_batch(scene: Scene, attempts: list[str]) -> tuple[Outcome, Recipe] | None:
+    best: tuple[Outcome, Recipe] | None = None
+    in_vain = 0
+    for recipe in itertools.islice(candidates(scene), MOST_BATCHES):
         try:
-            outcome = try_batch(model, make_batch(recipe, 0))
+            outcome = try_batch(scene.model, make_batch(recipe, 0))
         except Exception as error:  # noqa: BLE001  so is a batch
             attempts.append(f"{', '.join(recipe)}: {in_short(error)}")
             continue
-        if best is None or outcome > best.outcome:
-            best = _Found(outcome, config, recipe, cls)
-        if outcome.trained_share == 1.0:
+        in_vain += 1
+        if best is None or outcome > best[0]:
+            best, in_vain = (outcome, recipe), 0
+        if outcome.trained_share == 1.0 or in_vain == PATIENCE:
             break
     return best
 

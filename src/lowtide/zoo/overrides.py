@@ -107,12 +107,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "sapiens2_head": {"upsample_out_channels": [32, 32], "conv_out_channels": [32]},
     "chameleon": {"vocabulary_map": {"<image>": 127} | {f"IMGIMG{chr(65 + n)}Z": 100 + n for n in range(8)}},
-    "chameleon_vqgan": {"num_embeddings": 8, "base_channels": 32, "channel_multiplier": [1, 1]},
+    "chameleon_vqgan": {"num_embeddings": 8, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
     "emu3": {
         "vocabulary_map": {"<image>": 127, "<|extra_200|>": 126}
         | {f"<|visual token {n:06d}|>": 100 + n for n in range(8)}
     },
-    "emu3_vqgan": {"codebook_size": 8, "channel_multiplier": [1, 1]},
+    "emu3_vqgan": {"codebook_size": 8, "channel_multiplier": [1, 1, 1, 1]},
     "granite4_vision": {
         "deepstack_layer_map": [[-2, 0], [-1, 1]],
         "downsample_rate": "1/2",
@@ -137,7 +137,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     # The width after subsampling is computed as if the first number were the bins, of which there are 128.
     "gemma4_audio": {"subsampling_conv_channels": [128, 8]},
-    "janus_vqgan": {"num_patches": 16, "base_channels": 32, "channel_multiplier": [1, 1]},
+    "janus_vqgan": {"num_patches": 4, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
     # The numbers in a patch.
     "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 192},
     "pix2struct_vision_model": {"patch_embed_hidden_size": 192},

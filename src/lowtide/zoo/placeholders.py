@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Layouts = Callable[[Scene, str, Collection[str]], Iterator[Recipe]]
 
 # More placeholders than this make a batch slow.
-MOST = 2048
+MOST = 600
 # Of each modality, this many layouts are tried in the whole model.
 LAYOUTS = 3
 
@@ -79,15 +79,14 @@ def texts_with_placeholders(scene: Scene) -> Iterator[Recipe]:
     found = [plantings for plantings in (list(_plantings(scene, m)) for m in MODALITIES) if plantings]
     if not found:
         return
-    # A picture and a video go through the same tower; video is for those that know nothing else.
-    together = found[:-1] if len(found) > 1 and found[-1][0].kind == VIDEO else found
-    if len(together) > 1:
-        yield _text_with(scene, [plantings[0] for plantings in together])
+    # A picture and a video mostly go through the same tower, and then one of them is enough.
+    without_video = [plantings for plantings in found if plantings[0].kind != VIDEO]
+    if without_video and len(without_video) < len(found):
+        yield _text_with(scene, [plantings[0] for plantings in without_video])
+    yield _text_with(scene, [plantings[0] for plantings in found])
     for plantings in found:
         for planting in plantings:
             yield _text_with(scene, [planting])
-    if len(found) > len(together):
-        yield _text_with(scene, [plantings[0] for plantings in found])
 
 
 def _plantings(scene: Scene, modality: Modality) -> Iterator[Planting]:
