@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from adapted_models import ADAPTATIONS, MODELS, batch, make
 from deepspeed_on_sim import use_cpu, use_sim
 from launcher import run_ranks, with_backend
 from pairs import covering
+from torch import nn
 
 import lowtide
 from lowtide import simdevice
+from lowtide.errors import InvalidValueError
+from routed import Routed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -43,11 +47,10 @@ def single(name: str, rank: int, step: int, device: str = "cpu") -> dict:
     return {k: (v.float() if v.is_floating_point() else v).to(device) for k, v in inputs.items()}
 
 
-def train(rank: int, device: str, stage: int, policy: str, adaptation: str, name: str) -> dict:
+def initialize(model: nn.Module, stage: int):
+    """DeepSpeed's engine."""
     import deepspeed
 
-    model = make(name, adaptation, device).float()
-    applied = lowtide.apply(model, policy)
     trained = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -66,6 +69,15 @@ def train(rank: int, device: str, stage: int, policy: str, adaptation: str, name
             "zero_force_ds_cpu_optimizer": False,
         },
     )
+    return engine
+
+
+def train(rank: int, device: str, stage: int, policy: str, adaptation: str, name: str) -> dict:
+    import deepspeed
+
+    model = make(name, adaptation, device).float()
+    applied = lowtide.apply(model, policy)
+    engine = initialize(model, stage)
     for step in range(STEPS):
         engine.backward(engine(**single(name, rank, step, device), use_cache=False).loss)
         engine.step()
@@ -124,6 +136,43 @@ COVERING = [*covering(EVERYTHING), A_LEAF]
 @pytest.mark.parametrize(("stage", "policy", "adaptation", "name"), COVERING)
 def test_weights_are_those_of_plain_training(stage, policy, adaptation, name):
     check(stage, policy, adaptation, name)
+
+
+class RoutedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        experts = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)]
+        self.moe = Routed(16, experts).float()
+
+    def forward(self, x):
+        return x + self.moe(x)[0]
+
+
+def tile_listed_experts(rank: int, leaf: bool) -> str:
+    """What is said of a mixture of experts that DeepSpeed gathers expert by expert, or as a whole."""
+    use_cpu()
+    import deepspeed
+
+    torch.manual_seed(0)
+    first = nn.Linear(16, 16)  # a leaf of DeepSpeed's fails with inputs that need no gradient
+    model = nn.Sequential(first, RoutedBlock(), RoutedBlock())
+    lowtide.apply(model, "recompute+tile(mlp, tokens=7)")
+    if leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, [Routed])
+    engine = initialize(model, 3)
+    try:
+        engine.backward(engine(torch.randn(1, 20, 16)).square().mean())
+    except InvalidValueError as error:
+        return str(error)
+    return "tiled"
+
+
+def test_experts_that_are_gathered_one_by_one_are_refused_and_as_a_whole_they_are_tiled():
+    """Ranks that need other experts in a tile would wait for each other, or take one expert's weights for another's."""
+    remedy = r"set_z3_leaf_modules\(model, \[Routed\]\)"
+    for said in run_ranks(tile_listed_experts, False):
+        assert re.search(rf"1\.moe \(Routed\) cannot be tiled under ZeRO-3.*{remedy}", said)
+    assert run_ranks(tile_listed_experts, True) == ["tiled", "tiled"]
 
 
 @pytest.mark.slow

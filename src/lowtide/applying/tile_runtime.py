@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide.applying.recorded import recorded_whole
+from lowtide.errors import InvalidValueError
+from lowtide.regions import listed_experts
 from lowtide.slots import take_tensors
-from lowtide.tiling.callee import Callee
+from lowtide.tiling.callee import Callee, is_in_pieces
 from lowtide.tiling.function import tile_call
 from lowtide.tiling.probe import check_token_wise
 from lowtide.tiling.size import tile_count
@@ -42,10 +44,22 @@ class TileRuntime:
         callee = Callee(forward, module)
         tokens, shards = self._policy.tile_tokens, self._policy.tile_shards
         if module.training not in self._tried and self._is_to_be_tried(callee, x):
+            self._check_gathers(module)
             check_token_wise(self._ledger.name, callee, args, kwargs, x.shape[:-1])
             self._tried.add(module.training)  # a norm over the batch acts in training only
         with recorded_whole(x.shape[:-1], self._ledger):
             return tile_call(callee, x, args, kwargs, self._ledger, tokens=tokens, shards=shards)
+
+    def _check_gathers(self, module: nn.Module) -> None:
+        """Ranks meet in ZeRO-3's gathers if they call the same experts: in a whole batch they may, in tiles hardly."""
+        if any(is_in_pieces(weight) for expert in listed_experts(module) for weight in expert.parameters()):
+            name, kind = self._ledger.name, type(module).__name__
+            raise InvalidValueError(
+                f"{name} ({kind}) cannot be tiled under ZeRO-3 as it is: its experts are gathered one by one, where a "
+                f"tile needs them, and ranks need others. Have it gathered as a whole: "
+                f"deepspeed.utils.set_z3_leaf_modules(model, [{kind}]) before deepspeed.initialize; or leave it out "
+                f"with a rule: 'tile(mlp); {name}: none'"
+            )
 
     def _is_to_be_tried(self, callee: Callee, x: torch.Tensor) -> bool:
         """Before it is cut for the first time; where a trial gathers weights, in the first call, as all ranks do."""

@@ -38,6 +38,12 @@ def find_mlps(regions: Sequence[Region]) -> list[tuple[Region, str, nn.Module]]:
     return [(region, name, module) for region in regions for name, module in _within(region.name, region.module)]
 
 
+def listed_experts(module: nn.Module) -> list[nn.Module]:
+    """The experts that a mixture calls one by one, each only if a token needs it."""
+    lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
+    return [expert for inner in lists if _count_experts(inner) for expert in inner]
+
+
 def _within(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if _is_candidate(module):
         yield name, module

@@ -69,6 +69,11 @@ def is_partitioned(weight: torch.Tensor) -> bool:
     return hasattr(weight, "ds_id")
 
 
+def is_in_pieces(weight: torch.Tensor) -> bool:
+    """Whether ZeRO-3 holds it in pieces right now: it has not gathered it for a module that runs."""
+    return is_partitioned(weight) and not weight.ds_active_sub_modules  # type: ignore[attr-defined]
+
+
 def check_unchanged(weights: list[Weight], name: str) -> None:
     """What autograd does for saved tensors: a weight that was changed since forward would give a wrong gradient."""
     for weight in weights:

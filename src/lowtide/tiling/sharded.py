@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lowtide.tiling.callee import is_partitioned
+from lowtide.tiling.callee import is_in_pieces, is_partitioned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +35,8 @@ def gathered(callee: Callee) -> Iterator[None]:
         for unit in sharded:
             unit.unshard()
             stack.callback(unit.reshard)
-        weights = [] if callee.module is None else [w for w in callee.module.parameters() if is_partitioned(w)]
-        if in_pieces := [weight for weight in weights if not weight.ds_active_sub_modules]:  # type: ignore[attr-defined]
+        weights = [] if callee.module is None else callee.module.parameters()
+        if in_pieces := [weight for weight in weights if is_in_pieces(weight)]:
             deepspeed = importlib.import_module("deepspeed")
             stack.enter_context(deepspeed.zero.GatheredParameters(in_pieces))
         yield
