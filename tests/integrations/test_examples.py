@@ -42,10 +42,11 @@ def test_accelerate_on_two_ranks():
     assert "forwards 4, recomputes 4" in output
 
 
+@pytest.mark.timeout(900)  # DeepSpeed compiles an extension when it is first used
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed")
 def test_deepspeed_zero_3(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    output = torchrun(EXAMPLES / "deepspeed_zero3.py")
+    output = torchrun(EXAMPLES / "deepspeed_zero3.py", timeout=800)
     assert falls(re.findall(r"loss ([\d.]+)", output))
     assert "forwards 6, recomputes 6" in output
 

@@ -11,14 +11,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def torchrun(script: Path) -> str:
+def torchrun(script: Path, timeout: float = 240) -> str:
     """What a script prints on two ranks."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stderr
