@@ -109,6 +109,6 @@ _TASKS: tuple[tuple[str, Callable[[Scene, Recipe], Part | None]], ...] = (
     ("DepthEstimation", _depths),
     ("TokenClassification|FrameClassification", _classes_of_tokens),
     ("(Sequence|Image|Video|Audio)Classification|MultipleChoice|XVector|VisualReasoning", _classes),
-    ("ForCTC", _transcript),
+    ("ForCTC|ForRNNT|ForTDT", _transcript),
     ("CausalLM|LMHead|ConditionalGeneration|MaskedLM|PreTraining", _words),
 )

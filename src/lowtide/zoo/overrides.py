@@ -60,8 +60,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     # Widths double with every downsampling.
     "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 64},
     "encodec": {"num_filters": 4},
-    "neucodec": {"encoder_hidden_size": 4},
-    "xcodec2": {"encoder_hidden_size": 4},
+    "neucodec": {"encoder_hidden_size": 4, "quantization_dim": 128},
+    "xcodec2": {"encoder_hidden_size": 4, "quantization_dim": 128},
     "mimi": {"num_filters": 4},
     "mimi_decoder": {"num_filters": 4},
     "mimi_encoder": {"num_filters": 4},
@@ -173,6 +173,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     # Attention sees a layer's input and the first one's side by side.
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    # As wide as the first stage of the backbone.
+    "pp_doclayout_v3": {"x4_feat_dim": 16},
     "pp_formulanet_vision": {"post_conv_in_channels": 64},
     "slanext": {"post_conv_in_channels": 64},
     "lw_detr": {"projector_scale_factors": [1.0]},

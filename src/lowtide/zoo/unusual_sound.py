@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +107,7 @@ def _stacked_frames(scene: Scene) -> Recipe:
     """Every step holds several frames, as wide as the model's first layer."""
     width = next(m.in_features for m in scene.model.modules() if isinstance(m, nn.Linear))
     name = "input_features" if scene.takes("input_features") else "hidden_states"
-    return {name: Noise((ROWS, 32, width))}
+    return {name: Noise((ROWS, 32, width)), "attention_mask": ones(ROWS, 32)}
 
 
 def _latents(scene: Scene) -> Recipe:
@@ -123,6 +124,24 @@ def _voxtral_realtime(scene: Scene) -> Recipe:
     }
 
 
+def _sound_twice(scene: Scene) -> Recipe:
+    """A waveform, and features of it with as many frames as the codec makes of it."""
+    frames, hop = LENGTH, math.prod(first(scene.config, "downsampling_ratios"))
+    width = anywhere(scene.config, "feature_projection_input_dim")
+    return {"input_values": Noise((ROWS, 1, frames * hop)), "input_features": Noise((ROWS, frames, width))}
+
+
+def _embedded(scene: Scene) -> Recipe:
+    """A part that is only ever given embeddings."""
+    return {"inputs_embeds": Noise((ROWS, LENGTH, first(scene.config, "hidden_size")))}
+
+
+def _convolved(scene: Scene) -> Recipe:
+    """As many channels as the first convolution takes."""
+    channels = next(m.in_channels for m in scene.model.modules() if isinstance(m, nn.Conv1d))
+    return {"hidden_states": Noise((ROWS, channels, 3200 if channels == 1 else LENGTH))}
+
+
 BATCHES: dict[str, Callable[[Scene], Recipe]] = {
     "csm": _csm,
     "dia": _dia,
@@ -135,6 +154,8 @@ BATCHES: dict[str, Callable[[Scene], Recipe]] = {
     "granite_speech_encoder": _stacked_frames,
     "granite_speech_plus_encoder": _stacked_frames,
     "mimi_decoder": _latents,
+    "neucodec": _sound_twice,
+    "xcodec2": _sound_twice,
     "voxtral_realtime": _voxtral_realtime,
     "pocket_tts_audio_tokenizer_decoder": _latents,
     "inkling_audio": _inkling_audio,
@@ -147,5 +168,9 @@ BATCHES: dict[str, Callable[[Scene], Recipe]] = {
     "phi4_multimodal_audio": _masked_sound,
     "qwen2_5_omni_audio_encoder": _frames_of_sound,
     "qwen3_omni_moe_audio_encoder": _frames_of_sound,
+    "qwen3_omni_moe_talker_code_predictor": _embedded,
+    "qwen3_omni_moe_talker_text": _embedded,
+    "vibevoice_acoustic_tokenizer_decoder": _convolved,
+    "vibevoice_acoustic_tokenizer_encoder": _convolved,
     "speech-encoder-decoder": _speech,
 }
