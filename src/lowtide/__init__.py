@@ -1,24 +1,29 @@
 """Lowtide keeps the activation memory of PyTorch training low, and proves that the gradients are still right.
 
 Importing this package does nothing else: no patches, no environment, no compilation. Everything that acts is a function
-that you call.
+that you call. What a name needs is imported when the name is first used (PEP 562), so that `import lowtide` costs next
+to nothing, and a program that only plans never loads the engine.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+from typing import TYPE_CHECKING
 
-from lowtide import simdevice
 from lowtide._version import __version__
-from lowtide.applying import Applied, apply
-from lowtide.auditing import AuditReport, audit
-from lowtide.checkpointing import Schedule, checkpoint, offload
-from lowtide.errors import LowtideError
-from lowtide.losses import linear_cross_entropy
-from lowtide.policy import Policy
-from lowtide.stores import HostStore
-from lowtide.tiling import tile
-from lowtide.torch_patch import patch_torch
+
+if TYPE_CHECKING:
+    from lowtide import simdevice
+    from lowtide.applying import Applied, apply
+    from lowtide.auditing import AuditReport, audit
+    from lowtide.checkpointing import Schedule, checkpoint, offload
+    from lowtide.errors import LowtideError
+    from lowtide.losses import linear_cross_entropy
+    from lowtide.policy import Policy
+    from lowtide.stores import HostStore
+    from lowtide.tiling import tile
+    from lowtide.torch_patch import patch_torch
 
 __all__ = [
     "Applied",
@@ -38,4 +43,34 @@ __all__ = [
     "tile",
 ]
 
+_HOMES = {
+    "Applied": "applying",
+    "AuditReport": "auditing",
+    "HostStore": "stores",
+    "LowtideError": "errors",
+    "Policy": "policy",
+    "Schedule": "checkpointing",
+    "apply": "applying",
+    "audit": "auditing",
+    "checkpoint": "checkpointing",
+    "linear_cross_entropy": "losses",
+    "offload": "checkpointing",
+    "patch_torch": "torch_patch",
+    "tile": "tiling",
+}
+
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> object:
+    if name == "simdevice":
+        return importlib.import_module("lowtide.simdevice")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
