@@ -33,6 +33,7 @@ def test_exported_names_are_pinned():
         "AuditReport",
         "HostStore",
         "LowtideError",
+        "Plan",
         "Policy",
         "Schedule",
         "__version__",
@@ -42,6 +43,7 @@ def test_exported_names_are_pinned():
         "linear_cross_entropy",
         "offload",
         "patch_torch",
+        "plan",
         "simdevice",
         "tile",
     ]

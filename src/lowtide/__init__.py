@@ -15,11 +15,13 @@ from lowtide._version import __version__
 
 if TYPE_CHECKING:
     from lowtide import simdevice
-    from lowtide.applying import Applied, apply
+    from lowtide.applying import Applied
     from lowtide.auditing import AuditReport, audit
+    from lowtide.budget import apply
     from lowtide.checkpointing import Schedule, checkpoint, offload
     from lowtide.errors import LowtideError
     from lowtide.losses import linear_cross_entropy
+    from lowtide.planning import Plan, plan
     from lowtide.policy import Policy
     from lowtide.stores import HostStore
     from lowtide.tiling import tile
@@ -30,6 +32,7 @@ __all__ = [
     "AuditReport",
     "HostStore",
     "LowtideError",
+    "Plan",
     "Policy",
     "Schedule",
     "__version__",
@@ -39,6 +42,7 @@ __all__ = [
     "linear_cross_entropy",
     "offload",
     "patch_torch",
+    "plan",
     "simdevice",
     "tile",
 ]
@@ -50,12 +54,14 @@ _HOMES = {
     "LowtideError": "errors",
     "Policy": "policy",
     "Schedule": "checkpointing",
-    "apply": "applying",
+    "Plan": "planning",
+    "apply": "budget",
     "audit": "auditing",
     "checkpoint": "checkpointing",
     "linear_cross_entropy": "losses",
     "offload": "checkpointing",
     "patch_torch": "torch_patch",
+    "plan": "planning",
     "tile": "tiling",
 }
 

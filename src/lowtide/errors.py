@@ -53,3 +53,11 @@ class NotTokenWiseError(LowtideError, ValueError):
 
 class LogitsNotComputedError(LowtideError, AttributeError):
     """Something asked for logits that tile(loss) never computes."""
+
+
+class PlanError(LowtideError, RuntimeError):
+    """A step cannot be simulated: the model, the batch or the device is not known well enough."""
+
+
+class DoesNotFitError(PlanError):
+    """No policy fits the budget; the message says what the least is."""

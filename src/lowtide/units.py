@@ -7,6 +7,7 @@ binary (`KiB`, `MiB`, `GiB`, `TiB`) and decimal (`KB`, `MB`, `GB`, `TB`) units, 
 
 from __future__ import annotations
 
+import math
 import re
 
 from lowtide.errors import InvalidValueError
@@ -54,7 +55,9 @@ def _parse(value: int | str, units: dict[str, int], *, what: str, example: str) 
         match = _NUMBER_AND_UNIT.fullmatch(value)
         if match is None or match["unit"].lower() not in units:
             raise InvalidValueError(f"{value!r} is not a {what}: write it like {example}")
-        amount = float(re.sub("[_,]", "", match["number"])) * units[match["unit"].lower()]
+        unit = units[match["unit"].lower()]
+        amount = float(re.sub("[_,]", "", match["number"])) * unit
+        amount = math.floor(amount) if unit > 1 else amount  # "44.4GiB" is no whole number of bytes, but clear enough
     if amount < 0:
         raise InvalidValueError(f"{what} must not be negative, got {value!r}")
     if amount != int(amount):

@@ -42,4 +42,4 @@ class OwnMemory:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ import typer
 from lowtide._version import __version__
 from lowtide.cli.audit import audit
 from lowtide.cli.doctor import doctor
+from lowtide.cli.plan import calibrate, plan
 
 app = typer.Typer(
     name="lowtide",
@@ -21,6 +22,8 @@ app = typer.Typer(
 )
 app.command()(audit)
 app.command()(doctor)
+app.command()(plan)
+app.command()(calibrate)
 
 
 def _print_version(wanted: bool) -> None:

@@ -160,3 +160,15 @@ class SlabPool:
             piece.slab.give_back(piece.start, piece.end)
             self._used -= piece.end - piece.start
         self._slabs = [slab for slab in self._slabs if not slab.is_empty]
+
+
+def pinned_for(used: int) -> int:
+    """Bytes of the slabs that hold `used` bytes, if they are filled to the end."""
+    smallest, largest = SLAB_BYTES
+    reserved = 0
+    while reserved < used:
+        size = smallest
+        while size < min(reserved, largest):
+            size *= 2
+        reserved += size
+    return reserved

@@ -1,0 +1,284 @@
+"""`lowtide plan` and `lowtide calibrate`: will it fit, which policy is the fastest that fits, how long a sequence."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.planning import Plan
+    from lowtide.planning.longest import Longest
+
+COULD_NOT_RUN = 2
+
+
+class Format(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
+    HTML = "html"
+
+
+class EngineName(enum.StrEnum):
+    DDP = "ddp"
+    FSDP2 = "fsdp2"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A known name (Qwen3-8B), a model type of transformers, a config.json, its folder, or MODULE:FACTORY."
+        ),
+    ],
+    tokens: Annotated[str, typer.Option(help="The length of each sequence: 131072 or 128k.")] = "8k",
+    device: Annotated[
+        str | None, typer.Option(help="H100, L40S, RTX 4090, ... Default: the GPU of this machine.")
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Device memory to use, like 44GiB. Default: all of it.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Host memory that offload may pin, per rank.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, one per device.")] = 1,
+    engine: Annotated[
+        EngineName | None, typer.Option(help="How ranks share the work. Default with ranks: ddp.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 1,
+    images: Annotated[str | None, typer.Option(help="Pictures per sequence: 4x1024x1024.")] = None,
+    lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters. Default: full fine-tuning.")] = None,
+    four_bit: Annotated[bool, typer.Option("--4bit", help="A frozen base of 4 bits (QLoRA).")] = False,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    masters: Annotated[bool, typer.Option(help="float32 copies of the weights in the optimizer.")] = False,
+    optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw_foreach, adamw8bit or sgd.")] = "adamw",
+    attention: Annotated[str, typer.Option(help="auto, flash, efficient, cudnn or math.")] = "auto",
+    policy: Annotated[str | None, typer.Option(help="Only this policy, simulated whole.")] = None,
+    longest: Annotated[bool, typer.Option("--longest", help="How long a sequence fits, for each policy?")] = False,
+    largest_batch: Annotated[bool, typer.Option("--largest-batch", help="How large a batch fits?")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer of every policy.")] = False,
+    calibration: Annotated[Path | None, typer.Option(help="What `lowtide calibrate` wrote on the GPU.")] = None,
+    cache: Annotated[bool, typer.Option(help="Keep results, and use those that are known.")] = True,
+    output: Annotated[Format, typer.Option("--format", help="How to show the plan.")] = Format.TEXT,
+    to: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
+) -> None:
+    """Will it fit, and which policy is the fastest that fits? No GPU is needed.
+
+    One training step of the real model runs through the real engine, on tensors that have shapes and no memory. Exit
+    code 0: something fits. 1: nothing does. 2: it could not be planned.
+
+    [bold]lowtide plan Qwen3-VL-4B --tokens 128k --device L40S --ranks 8 --lora 16[/]
+
+    [bold]lowtide plan Llama-3.1-8B --device H100 --longest[/]
+    """
+    from lowtide.errors import LowtideError
+
+    settings: dict[str, Any] = {
+        "batch_size": batch,
+        "images": images,
+        "ranks": ranks,
+        "engine": engine.value if engine else None,
+        "lora": lora,
+        "base": "4bit" if four_bit else "plain",
+        "dtype": dtype,
+        "masters": masters,
+        "optimizer": optimizer,
+        "attention": attention,
+    }
+    limits: dict[str, Any] = {
+        "device": device,
+        "budget": budget,
+        "host_budget": host_budget,
+        "calibration": calibration,
+    }
+    try:
+        if longest or largest_batch:
+            figure = "tokens" if longest else "batch_size"
+            code = _longest(model, tokens, settings, limits, figure=figure, cache=cache, output=output, to=to)
+        else:
+            code = _plan(model, tokens, settings | limits, policy, exact=exact, cache=cache, output=output, to=to)
+    except LowtideError as error:
+        Console(stderr=True).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(COULD_NOT_RUN) from None
+    raise typer.Exit(code)
+
+
+def calibrate(
+    to: Annotated[Path, typer.Option("--output", "-o", help="Where to write what was measured.")] = Path(
+        "lowtide-calibration.json"
+    ),
+) -> None:
+    """Measure what share of its data sheet this machine's GPU reaches, for better seconds in plans. Takes a minute."""
+    from lowtide.errors import LowtideError
+    from lowtide.planning.calibration import calibrate as measure
+
+    try:
+        found = measure(to)
+    except LowtideError as error:
+        Console(stderr=True).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(COULD_NOT_RUN) from None
+    Console().print(f"{found}\nwritten to {to}: give it to [bold]lowtide plan --calibration {to}[/]")
+
+
+def _plan(
+    model: str,
+    tokens: str,
+    settings: dict[str, Any],
+    policy: str | None,
+    *,
+    exact: bool,
+    cache: bool,
+    output: Format,
+    to: Path | None,
+) -> int:
+    from lowtide.planning import plan as make_plan
+
+    found = _with_progress(
+        lambda show: make_plan(model, tokens=tokens, policy=policy, exact=exact, cache=cache, progress=show, **settings)
+    )
+    if output is Format.TEXT and to is None:
+        _print_plan(found)
+    else:
+        _write(_formatted(found, output), to)
+    return 0 if found.fits else 1
+
+
+def _formatted(plan: Plan, output: Format) -> str:
+    if output is Format.JSON:
+        return plan.to_json()
+    return plan.to_html() if output is Format.HTML else str(plan)
+
+
+def _write(text: str, to: Path | None) -> None:
+    if to is None:
+        typer.echo(text)
+    else:
+        to.write_text(text)
+        Console(stderr=True).print(f"written to {to}")
+
+
+def _with_progress(run: Callable[[Callable[[str, int, int], None]], Any]) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("building the model")
+        return run(
+            lambda what, done, total: progress.update(task, description=escape(what), completed=done, total=total)
+        )
+
+
+def _print_plan(plan: Plan) -> None:
+    from lowtide.planning.page import code_for
+    from lowtide.units import format_bytes
+
+    console = Console(highlight=False)
+    console.print(_headline(plan))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading, justify in (
+        ("", "left"),
+        ("policy", "left"),
+        ("device", "right"),
+        ("host", "right"),
+        ("step", "right"),
+    ):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    table.add_column("at the peak")
+    for candidate in plan.candidates:
+        is_best = plan.best is not None and candidate.policy == plan.best.policy
+        table.add_row(
+            "[green]fits[/]" if candidate.fits else "[red]no[/]",
+            f"[bold]{escape(candidate.policy)}[/]" if is_best else escape(candidate.policy),
+            format_bytes(candidate.device_bytes),
+            format_bytes(candidate.estimate.host_bytes) if candidate.estimate.host_bytes else "",
+            f"{candidate.estimate.seconds:.3g} s",
+            escape(candidate.limit),
+        )
+    console.print(table)
+    if (line := code_for(plan)) is not None:
+        console.print(f"\n[bold green]{escape(line)}[/]", soft_wrap=True)
+        if plan.why_not_faster:
+            console.print(f"[dim]why nothing faster: {escape(plan.why_not_faster)}[/]", soft_wrap=True)
+    else:
+        least = plan.least
+        console.print(f"\n[bold red]nothing fits[/]: the least is {escape(least.policy)}, which {escape(least.limit)}")
+    for note in plan.notes:
+        console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
+
+
+def _headline(plan: Plan) -> str:
+    from lowtide.units import format_bytes
+
+    job, facts = plan.job, plan.facts
+    trained = f"LoRA {job.lora}" if job.lora else "full fine-tuning"
+    where = f"{job.ranks} x {plan.accelerator.name} ({job.engine})" if job.ranks > 1 else plan.accelerator.name
+    return (
+        f"[bold]{escape(facts.name)}[/] ({facts.parameters / 1e9:.3g} billion weights), {trained}, "
+        f"{job.batch_size} x {job.tokens} tokens, {where}, {format_bytes(plan.budget)}"
+    )
+
+
+def _longest(
+    model: str,
+    tokens: str,
+    settings: dict[str, Any],
+    limits: dict[str, Any],
+    *,
+    figure: str,
+    cache: bool,
+    output: Format,
+    to: Path | None,
+) -> int:
+    from lowtide.planning.longest import find_longest
+    from lowtide.planning.planner import make_job, wanted_accelerator
+    from lowtide.units import parse_bytes
+
+    host = limits["host_budget"]
+    found: list[Longest] = _with_progress(
+        lambda show: find_longest(
+            model,
+            make_job(tokens=tokens, **settings),
+            wanted_accelerator(limits["device"], limits["calibration"]),
+            figure=figure,
+            budget=limits["budget"],
+            host_budget=None if host is None else parse_bytes(host),
+            cache=cache,
+            progress=show,
+        )
+    )
+    if output is Format.TEXT and to is None:
+        _print_longest(found, figure)
+    elif output is Format.HTML:
+        _write("\n".join(f"<p>{row.policy}: {row.most}</p>" for row in found), to)
+    else:
+        _write(json.dumps([row.to_dict() for row in found], indent=2), to)
+    return 0 if any(row.most for row in found) else 1
+
+
+def _print_longest(found: list[Longest], figure: str) -> None:
+    from lowtide.units import format_bytes
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("policy")
+    table.add_column("longest sequence" if figure == "tokens" else "largest batch", justify="right")
+    for heading in ("peak", "host", "step"):
+        table.add_column(heading, justify="right")
+    for row in found:
+        if row.estimate is None:
+            table.add_row(escape(row.policy), "none fits")
+            continue
+        table.add_row(
+            escape(row.policy),
+            f"{row.most:,}",
+            format_bytes(row.estimate.peak_bytes),
+            format_bytes(row.estimate.host_bytes) if row.estimate.host_bytes else "",
+            f"{row.estimate.seconds:.3g} s",
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,127 @@
+"""What an operation costs: FLOPs and bytes moved, and from these seconds on a roofline.
+
+FLOPs come from torch's own `flop_registry`. Every other kernel is bound by memory: it reads its inputs and writes its
+results once. Causal attention does half of the square.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+class Cost(NamedTuple):
+    """Of one operation."""
+
+    flops: float = 0.0
+    nbytes: int = 0
+    kind: str = "memory"
+    """`matmul`, `attention`, `attention_backward` or `memory`."""
+    direction: str | None = None
+    """For a copy over the link: `to_host` or `to_device`."""
+    blocking: bool = False
+    single_precision: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What an accelerator does per second, efficiencies included."""
+
+    flops: float
+    single_flops: float
+    """In float32."""
+    bandwidth: float
+    matmul: float = 0.7
+    attention: float = 0.55
+    attention_backward: float = 0.45
+    memory: float = 0.85
+    """Shares of the peak that kernels reach."""
+
+    def seconds(self, cost: Cost) -> float:
+        efficiency = 1.0 if cost.kind == "memory" else getattr(self, cost.kind)
+        peak = self.single_flops if cost.single_precision else self.flops
+        return max(cost.flops / (peak * efficiency), cost.nbytes / (self.bandwidth * self.memory))
+
+
+_FREE = frozenset(
+    {
+        aten.view,
+        aten._unsafe_view,
+        aten.t,
+        aten.transpose,
+        aten.expand,
+        aten.slice,
+        aten.select,
+        aten.unsqueeze,
+        aten.squeeze,
+        aten.as_strided,
+        aten.detach,
+        aten.permute,
+        aten.alias,
+        aten.split,
+        aten.split_with_sizes,
+        aten.unbind,
+        aten.lift_fresh,
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.chunk,
+        aten.narrow,
+        aten.set_,
+        aten._local_scalar_dense,
+    }
+)
+
+_COPIES = frozenset({aten._to_copy, aten.copy_})
+
+
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: torch.device) -> Cost:
+    """Views cost nothing, and neither does what happens on the host."""
+    packet = func._overloadpacket
+    if packet in _FREE:
+        return Cost()
+    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+    here = [tensor for tensor in tensors if tensor.device.type == device.type]
+    if not here:
+        return Cost()
+    if packet in _COPIES and len(here) < len(tensors):
+        return _transfer(packet, args, kwargs, out, device)
+    nbytes = sum(_touched(tensor) for tensor in here)
+    count = flop_registry.get(packet)
+    if count is None:
+        return Cost(nbytes=nbytes)
+    flops = float(count(*args, **kwargs, out_val=out))
+    single = here[0].dtype is torch.float32
+    name = packet.__name__
+    if "attention" not in name:
+        return Cost(flops, nbytes, "matmul", single_precision=single)
+    kind = "attention_backward" if "backward" in name else "attention"
+    return Cost(flops / 2 if _is_causal(func, args, kwargs) else flops, nbytes, kind, single_precision=single)
+
+
+def _transfer(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: torch.device) -> Cost:
+    target = args[0] if packet is aten.copy_ else out
+    waits = not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2]))  # noqa: PLR2004
+    direction = "to_device" if target.device.type == device.type else "to_host"
+    return Cost(nbytes=target.nbytes, direction=direction, blocking=waits)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """An expanded tensor is read from its storage, however large it looks."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))

@@ -1,0 +1,118 @@
+"""How long a sequence fits, or how large a batch: the other question that a plan can answer.
+
+What a policy needs grows almost in proportion to the tokens, so a line through two simulated points tells where to look
+next; two or three more points close in on the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from lowtide.planning.cache import CachedStudio
+from lowtide.planning.margins import margins_for
+from lowtide.planning.models import find_target
+from lowtide.planning.result import judged
+from lowtide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lowtide.planning.accelerators import Accelerator
+    from lowtide.planning.estimate import Estimate
+    from lowtide.planning.job import Job
+
+POLICIES = (
+    "none",
+    "recompute",
+    "recompute+tile(loss)",
+    "recompute+offload+tile(loss)",
+    "recompute+offload+tile",
+)
+_STEP = {"tokens": 1024, "batch_size": 1}
+_FIRST = {"tokens": (2048, 8192), "batch_size": (1, 2)}
+_ROUNDS = 8
+_MOST = {"tokens": 16 * 2**20, "batch_size": 4096}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Longest:
+    """Of one policy: the most that fits, with its figures; None if not even the least does."""
+
+    policy: str
+    most: int
+    estimate: Estimate | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def find_longest(
+    model: Any,
+    job: Job,
+    accelerator: Accelerator,
+    *,
+    figure: str = "tokens",
+    budget: int | str | None = None,
+    host_budget: int | None = None,
+    policies: Sequence[str] = POLICIES,
+    cache: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Longest]:
+    """The most `tokens` (to 1024) or the largest `batch_size` that fits, for each policy."""
+    limit = accelerator.memory if budget is None else parse_bytes(budget)
+    target = find_target(model)
+
+    def needed(policy: str, value: int) -> tuple[float, Estimate]:
+        asked = dataclasses.replace(job, **{figure: value})  # type: ignore[arg-type]
+        with CachedStudio(target, asked, accelerator, enabled=cache) as studio:
+            estimate = studio.estimate(policy, exact=False)
+        candidate = judged(estimate, limit, host_budget, margins_for(asked, accelerator))
+        return (candidate.device_bytes / limit if candidate.device_bytes > limit or candidate.fits else 2.0), estimate
+
+    found = []
+    for place, policy in enumerate(policies):
+        if progress is not None:
+            progress(policy, place, len(policies))
+        found.append(_search(policy, needed, figure))
+    return found
+
+
+def _search(policy: str, needed: Callable[[str, int], tuple[float, Estimate]], figure: str) -> Longest:
+    step, most = _STEP[figure], _MOST[figure]
+    first, second = _FIRST[figure]
+    points: dict[int, tuple[float, Estimate]] = {value: needed(policy, value) for value in (first, second)}
+    for _ in range(_ROUNDS):
+        value = _next(points, step, most)
+        if value is None:
+            break
+        points[value] = needed(policy, value)
+    fitting = [value for value, (share, _) in points.items() if share <= 1]
+    if not fitting:
+        return Longest(policy=policy, most=0, estimate=None)
+    return Longest(policy=policy, most=max(fitting), estimate=points[max(fitting)][1])
+
+
+def _next(points: dict[int, tuple[float, Estimate]], step: int, most: int) -> int | None:
+    """Where the line through the two nearest points meets the budget; None if there is nothing between them."""
+    below = max((value for value, (share, _) in points.items() if share <= 1), default=None)
+    above = min((value for value, (share, _) in points.items() if share > 1), default=None)
+    if below is None:
+        return None if above is None or above <= step else max(step, above // 2 // step * step)
+    if above is not None and above - below <= step:
+        return None
+    left, right = sorted(points)[:2] if above is None and len(points) == 2 else _pair(points, below, above)  # noqa: PLR2004
+    (low, _), (high, _) = points[left], points[right]
+    slope = (high - low) / (right - left)
+    guess = most if slope <= 0 else left + (1 - low) / slope
+    guess = int(guess) // step * step
+    upper = most if above is None else above - step
+    value = min(max(guess, below + step), upper)
+    return None if value in points else value
+
+
+def _pair(points: dict[int, Any], below: int, above: int | None) -> tuple[int, int]:
+    if above is not None:
+        return below, above
+    second, first = sorted(points, reverse=True)[:2]
+    return first, second

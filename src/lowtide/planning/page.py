@@ -1,0 +1,127 @@
+"""The plan as a page: the table of policies, whose the memory is at the peak, and the step over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.planning.result import KINDS
+from lowtide.report_page import chart, render
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.planning.result import Plan
+
+_TEMPLATE = Path(__file__).parent / "templates" / "plan.html"
+_GIB = 2**30
+_COLOURS = {
+    "weights": "#5b6b7a",
+    "optimizer": "#8796a5",
+    "gradients": "#b0732c",
+    "activations": "#0f9488",
+    "saved": "#0f9488",
+    "working": "#4cb5ab",
+    "logits": "#d97a1e",
+    "workspace": "#c2517e",
+    "communication": "#7a6fd0",
+    "batch": "#a9a53a",
+}
+
+
+def as_page(plan: Plan) -> str:
+    """One file that needs no network. Needs the `html` extra."""
+    timeline = _timeline(plan)
+    return render(
+        _TEMPLATE,
+        plan=plan,
+        code=code_for(plan),
+        bars=_bars(plan, with_script=timeline is None),
+        timeline=timeline,
+    )
+
+
+def code_for(plan: Plan) -> str | None:
+    """The line that a user pastes."""
+    return None if plan.best is None else f'lowtide.apply(model, "{plan.best.policy}")'
+
+
+def _bars(plan: Plan, *, with_script: bool) -> str:
+    """Peak memory of every policy, by owner, beside the budget."""
+    candidates = plan.candidates[::-1]
+    names = [_label(candidate.policy) for candidate in candidates]
+    kinds = [kind for kind in _COLOURS if any(kind in candidate.estimate.owners for candidate in candidates)]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": KINDS.get(kind, kind),
+            "y": names,
+            "x": [candidate.estimate.owners.get(kind, 0) / _GIB for candidate in candidates],
+            "marker": {"color": _COLOURS[kind]},
+            "hovertemplate": f"%{{y}}<br>{KINDS.get(kind, kind)} %{{x:.2f}} GiB<extra></extra>",
+        }
+        for kind in kinds
+    ]
+    layout = {
+        "barmode": "stack",
+        "height": 140 + 34 * len(names),
+        "margin": {"l": 330, "r": 16, "t": 40, "b": 50},
+        "xaxis": {"title": {"text": "GiB at the peak"}},
+        "shapes": [_line({"x0": plan.budget / _GIB, "x1": plan.budget / _GIB, "yref": "paper", "y0": 0, "y1": 1})],
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+    }
+    return chart(data, layout, name="peaks", with_script=with_script)
+
+
+def _label(policy: str) -> str:
+    return policy if ";" not in policy else f"mixed: {policy.partition(';')[0]}, …"
+
+
+def _timeline(plan: Plan) -> str | None:
+    """Memory over the step, stacked by owner. Only a policy that was simulated whole has one."""
+    points = plan.timeline
+    if not points:
+        return None
+    kinds = [kind for kind in _COLOURS if any(kind in point["bytes"] for point in points)]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "memory",
+            "name": KINDS.get(kind, kind),
+            "x": list(range(len(points))),
+            "y": [point["bytes"].get(kind, 0) / _GIB for point in points],
+            "line": {"width": 0.5, "color": _COLOURS[kind]},
+            "customdata": [
+                [point["phase"], point["block"] or "outside of the blocks", f"{point['seconds']:.3f} s"]
+                for point in points
+            ],
+            "hovertemplate": "%{customdata[0]}, %{customdata[1]}<br>at %{customdata[2]}: %{y:.2f} GiB",
+        }
+        for kind in kinds
+    ]
+    borders = [place for place in range(1, len(points)) if points[place]["phase"] != points[place - 1]["phase"]]
+    layout = {
+        "height": 420,
+        "yaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
+        "xaxis": {
+            "tickvals": [0, *borders],
+            "ticktext": [points[place]["phase"] for place in (0, *borders)],
+            "title": {"text": "allocations in their order"},
+        },
+        "hovermode": "x unified",
+        "shapes": [_line({"y0": plan.budget / _GIB, "y1": plan.budget / _GIB, "xref": "paper", "x0": 0, "x1": 1})],
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+    }
+    return chart(data, layout, name="timeline")
+
+
+def _line(where: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "line", "line": {"dash": "dash", "width": 1.5, "color": "#c0392b"}, **where}
+
+
+def summary(plan: Plan) -> str:
+    """The plan in a sentence."""
+    if plan.best is None:
+        return f"nothing fits {format_bytes(plan.budget)}: the least is {plan.least.policy}, which {plan.least.limit}"
+    return f"{plan.best.policy} fits with {format_bytes(plan.best.device_bytes)} of {format_bytes(plan.budget)}"

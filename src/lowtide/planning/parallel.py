@@ -1,0 +1,185 @@
+"""What engines do to weights, gradients and the optimizer's states, in bytes and in traffic.
+
+DDP keeps all of them on every rank, and a second copy of the gradients in its buckets. ZeRO-1 shards the optimizer's
+states, ZeRO-2 the gradients too, ZeRO-3 and FSDP2 the weights as well: a region's weights are gathered while it runs
+(and the next one's ahead of time), its gradients exist until they are reduced, and what is outside of all regions
+(embeddings, head) stays gathered from forward to the end of backward, as FSDP2's root does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.planning.blank.clock import Stream
+from lowtide.planning.optimizers import FusedAdamW
+from lowtide.regions import find_regions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.planning.accelerators import Accelerator
+    from lowtide.planning.blank import Ledger
+    from lowtide.planning.job import Job
+
+BYTES_OF_4BIT = 0.5 + 4 / 64
+"""Per weight: half a byte, and a float32 scale for every 64 weights (bitsandbytes' NF4 without double quantization)."""
+
+
+class Parallel:
+    """One rank's share of the model. The regions' hooks tell it where the step is."""
+
+    def __init__(self, model: nn.Module, job: Job, ledger: Ledger, accelerator: Accelerator | None) -> None:
+        self._model = model
+        self._job = job
+        self._ledger = ledger
+        self._network = accelerator.network if accelerator else math.inf
+        self._lane = Stream(ledger.clock)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        regions = find_regions(model)
+        self._of_region = {region.name: list(region.module.parameters()) for region in regions}
+        inside = {id(parameter) for parameters in self._of_region.values() for parameter in parameters}
+        self._outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+        self._order = [region.name for region in regions]
+        self._gathered: dict[str, tuple[Any, float]] = {}
+        self._shares: list[torch.nn.Parameter] = []
+
+    def claim_weights(self) -> None:
+        """Count weights in the form in which they are kept."""
+        ranks = self._job.ranks if self._job.shards_weights else 1
+        for name, module in self._model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._store_as(parameter, _is_quantized(name, module, parameter, self._job), ranks)
+                    self._ledger.claim(parameter, "weights", self._block_of(name))
+        for buffer in self._model.buffers():
+            self._ledger.claim(buffer, "weights", "")
+        if self._job.engine == "ddp":
+            self._ledger.hold(sum(parameter.nbytes for parameter in self._trained), "communication", "")
+
+    def _store_as(self, parameter: torch.Tensor, quantized: bool, ranks: int) -> None:
+        cdata = parameter.untyped_storage()._cdata
+        if quantized:
+            self._ledger.quantized.add(cdata)
+            self._ledger.stored_as[cdata] = math.ceil(parameter.numel() * BYTES_OF_4BIT)
+        elif ranks > 1:
+            self._ledger.stored_as[cdata] = -(-parameter.nbytes // ranks)
+
+    def _block_of(self, name: str) -> str:
+        return next((block for block in self._order if name == block or name.startswith(f"{block}.")), "")
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over this rank's share, with its states in place."""
+        self._ledger.phase = "optimizer"
+        with self._ledger:
+            parameters = self._share()
+            optimizer = self._new_optimizer(parameters)
+            if self._job.optimizer == "adamw_foreach":
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
+        return optimizer
+
+    def _new_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if self._job.optimizer == "adamw_foreach":
+            return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+        if self._job.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=1e-4, foreach=False)
+        return FusedAdamW(parameters, torch.uint8 if self._job.optimizer == "adamw8bit" else None)
+
+    def _share(self) -> list[torch.nn.Parameter]:
+        """What the optimizer works on: the weights, their shards, or float32 masters of either."""
+        if not self._job.shards_optimizer and not self._job.masters:
+            return self._trained
+        ranks = self._job.ranks if self._job.shards_optimizer else 1
+        for parameter in self._trained:
+            dtype = torch.float32 if self._job.masters else parameter.dtype
+            share = torch.empty(-(-parameter.numel() // ranks), dtype=dtype, device=parameter.device)
+            if dtype is parameter.dtype:
+                self._ledger.waive(share)  # the weights' own memory, or a part of it
+            self._shares.append(torch.nn.Parameter(share))
+        return self._shares
+
+    def begin_forward(self) -> None:
+        if self._job.shards_weights:
+            self._gather("", self._outside)
+
+    def enter(self, name: str, phase: str) -> None:
+        """A region is about to run."""
+        if not self._job.shards_weights:
+            return
+        self._gather(name, self._of_region[name])
+        self._ledger.clock.compute.time = max(self._ledger.clock.compute.time, self._gathered[name][1])
+        step = 1 if phase == "forward" else -1
+        place = self._order.index(name) + step
+        if 0 <= place < len(self._order):
+            self._gather(self._order[place], self._of_region[self._order[place]])
+
+    def leave(self, name: str, phase: str) -> None:
+        """A region has run: its weights go, and in backward its gradients are reduced."""
+        is_last = name == self._order[-1]
+        if phase == "forward" and is_last:
+            return  # backward needs it first
+        self._let_go(name)
+        if phase == "backward":
+            self._reduce(self._of_region[name])
+
+    def end_backward(self) -> None:
+        for name in list(self._gathered):
+            self._let_go(name)
+        self._reduce(self._trained)
+
+    def end_step(self) -> None:
+        """The gradients die with the optimizer's step."""
+        for parameter in (*self._trained, *self._shares):
+            parameter.grad = None
+
+    def _gather(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
+        if name in self._gathered:
+            return
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        lane, clock = self._lane, self._ledger.clock
+        lane.time = max(lane.time, clock.compute.time) + nbytes * (1 - 1 / self._job.ranks) / self._network
+        self._gathered[name] = (self._ledger.hold(nbytes, "communication", name), lane.time)
+
+    def _let_go(self, name: str) -> None:
+        if name in self._gathered:
+            self._gathered.pop(name)[0]()
+
+    def _reduce(self, parameters: list[Any]) -> None:
+        """Gradients are summed over ranks; a share of them becomes the optimizer's."""
+        done = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in done:
+            self._ledger.claim(parameter.grad, "gradients")
+        if self._job.ranks > 1 and done:
+            self._send(sum(parameter.grad.nbytes for parameter in done))
+        if self._shares:
+            self._hand_over(done)
+
+    def _send(self, nbytes: int) -> None:
+        rounds = 1 if self._job.shards_gradients else 2  # an all-reduce is a reduce-scatter and an all-gather
+        seconds = rounds * nbytes * (1 - 1 / self._job.ranks) / self._network
+        self._lane.time = max(self._lane.time, self._ledger.clock.compute.time) + seconds
+
+    def _hand_over(self, parameters: list[Any]) -> None:
+        share_of = {id(parameter): share for parameter, share in zip(self._trained, self._shares, strict=True)}
+        for parameter in parameters:
+            share = share_of[id(parameter)]
+            if share.grad is None:
+                share.grad = torch.empty_like(share)
+                if share.dtype is parameter.dtype and not self._job.shards_gradients:
+                    self._ledger.waive(share.grad)
+                self._ledger.claim(share.grad, "gradients")
+            if self._job.shards_gradients:
+                parameter.grad = None
+
+
+def _is_quantized(name: str, module: nn.Module, parameter: torch.Tensor, job: Job) -> bool:
+    """bitsandbytes quantizes the weights of linear layers, but not the head's, nor adapters."""
+    if job.base != "4bit" or parameter.requires_grad or parameter.dim() != 2:  # noqa: PLR2004
+        return False
+    is_linear = type(module).__name__ == "Linear"
+    return is_linear and "lora_" not in name and not name.endswith("lm_head")

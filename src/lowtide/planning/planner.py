@@ -1,0 +1,239 @@
+"""`lowtide.plan`: looks at every uniform policy, lets the solver mix them, and simulates the winner whole."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import InvalidValueError
+from lowtide.planning.accelerators import Accelerator, find_accelerator
+from lowtide.planning.cache import CachedStudio
+from lowtide.planning.detect import this_accelerator
+from lowtide.planning.job import LORA_TARGETS, Job
+from lowtide.planning.margins import margins_for
+from lowtide.planning.models import find_target
+from lowtide.planning.region_costs import TREATMENTS
+from lowtide.planning.result import Candidate, Plan, judged
+from lowtide.planning.rules import as_policy, joined
+from lowtide.planning.solver import solve
+from lowtide.policy import Policy
+from lowtide.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    Progress = Callable[[str, int, int], None]
+    """Told what is being looked at, how many looks are done, and how many there are."""
+
+TILINGS = ("", "tile(loss)", "tile")
+_ROUNDS = 4
+"""How often the solver may be told that its choice needs more than it thought."""
+
+
+def plan(
+    model: nn.Module | str | Path | Any,
+    *,
+    tokens: int | str,
+    policy: Policy | str | Mapping[str, Any] | None = None,
+    batch_size: int = 1,
+    images: tuple[int, int, int] | str | None = None,
+    device: str | Accelerator | None = None,
+    ranks: int = 1,
+    engine: str | None = None,
+    lora: int | None = None,
+    lora_targets: tuple[str, ...] = LORA_TARGETS,
+    lora_dtype: str = "fp32",
+    base: str = "plain",
+    dtype: str = "bf16",
+    masters: bool = False,
+    optimizer: str = "adamw",
+    attention: str = "auto",
+    budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    calibration: Path | None = None,
+    exact: bool = False,
+    cache: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Will a training step fit, and which policy is the fastest that does? No accelerator is needed.
+
+    `model` is a module, a transformers configuration, the path of a `config.json` or its folder, a model type, one of
+    the known names (`"Qwen3-8B"`), or `"MODULE:FACTORY"`. `tokens` is the length of each of `batch_size` sequences.
+    `device` is an accelerator's name (without it, the one that is here), `budget` the memory to use of it. With
+    `policy` only that one is simulated. `exact` simulates every layer instead of carrying on from a few.
+
+    One real training step runs through the real engine in a process of its own, on tensors that have shapes and no
+    memory; every allocation is counted.
+    """
+    job = make_job(
+        tokens=tokens,
+        batch_size=batch_size,
+        images=images,
+        dtype=dtype,
+        masters=masters,
+        lora=lora,
+        lora_targets=tuple(lora_targets),
+        lora_dtype=lora_dtype,
+        base=base,
+        optimizer=optimizer,
+        engine=engine,
+        ranks=ranks,
+        attention=attention,
+    )
+    accelerator = wanted_accelerator(device, calibration)
+    limit = accelerator.memory if budget is None else parse_bytes(budget)
+    host_limit = None if host_budget is None else parse_bytes(host_budget)
+    wanted = None if policy is None else str(Policy.parse(policy))
+    with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
+        planner = _Planner(studio, job, accelerator, limit, host_limit, exact=exact, progress=progress)
+        return planner.one(wanted) if wanted is not None else planner.all()
+
+
+class _Planner:
+    """Makes one plan."""
+
+    def __init__(
+        self,
+        studio: CachedStudio,
+        job: Job,
+        accelerator: Accelerator,
+        budget: int,
+        host_budget: int | None,
+        *,
+        exact: bool,
+        progress: Progress | None,
+    ) -> None:
+        self._studio = studio
+        self._job = job
+        self._accelerator = accelerator
+        self._budget = budget
+        self._host_budget = host_budget
+        self._exact = exact
+        self._progress = progress or (lambda *_: None)
+        self._margins = margins_for(job, accelerator)
+        self._done = 0
+        self._total = len(TREATMENTS) * len(TILINGS) + len(TILINGS) + 1
+
+    def one(self, policy: str) -> Plan:
+        """Just this policy."""
+        self._total = 1
+        candidate = self._look(policy, exact=True)
+        return self._plan([candidate], candidate if candidate.fits else None)
+
+    def all(self) -> Plan:
+        """Every uniform policy, and the best mixture of them."""
+        uniform = [
+            self._look(joined(treatment, tile), exact=self._exact) for tile in TILINGS for treatment in TREATMENTS
+        ]
+        mixed = list(self._mixtures(uniform))
+        candidates = [*uniform, *mixed]
+        best = self._confirmed(candidates)
+        return self._plan(candidates, best)
+
+    def _mixtures(self, uniform: list[Candidate]) -> list[Candidate]:
+        """The solver's choice for each tiling, as long as it promises to be faster than what is known to fit."""
+        fastest = min((c.estimate.seconds for c in uniform if c.fits), default=float("inf"))
+        loose = max(c.estimate.needed_bytes - c.estimate.peak_bytes for c in uniform)
+        found: list[Candidate] = []
+        for tile in TILINGS:
+            self._tell(f"mixing policies{f' with {tile}' if tile else ''}")
+            candidate = self._mixture(tile, self._budget - self._margins.total - loose, fastest)
+            if candidate is not None:
+                found.append(candidate)
+                fastest = min(fastest, candidate.estimate.seconds)
+        return found
+
+    def _mixture(self, tile: str, budget: int, fastest: float) -> Candidate | None:
+        costs = self._studio.costs(tile)
+        for _ in range(_ROUNDS):
+            choice = solve(costs, budget, self._host_budget, self._accelerator.link_rate)
+            if choice is None or choice.seconds >= fastest or len(set(choice.treatments.values())) == 1:
+                return None
+            candidate = self._judge(str(as_policy(choice.treatments, tile)), exact=True)
+            if candidate.fits:
+                return candidate
+            budget -= max(candidate.device_bytes - self._budget, self._budget // 200)
+        return None
+
+    def _confirmed(self, candidates: list[Candidate]) -> Candidate | None:
+        """The fastest that fits, simulated whole; one that turns out too large makes place for the next."""
+        for place in sorted(range(len(candidates)), key=lambda place: candidates[place].estimate.seconds):
+            candidate = candidates[place]
+            if candidate.fits and not candidate.estimate.exact:
+                self._tell(f"simulating {candidate.policy} whole")
+                candidates[place] = candidate = self._judge(candidate.policy, exact=True)
+            if candidate.fits:
+                return candidate
+        return None
+
+    def _look(self, policy: str, *, exact: bool) -> Candidate:
+        self._tell(policy)
+        return self._judge(policy, exact=exact)
+
+    def _judge(self, policy: str, *, exact: bool) -> Candidate:
+        estimate = self._studio.estimate(policy, exact=exact)
+        return judged(estimate, self._budget, self._host_budget, self._margins)
+
+    def _tell(self, what: str) -> None:
+        self._progress(what, min(self._done, self._total - 1), self._total)
+        self._done += 1
+
+    def _plan(self, candidates: list[Candidate], best: Candidate | None) -> Plan:
+        return Plan(
+            facts=self._studio.facts,
+            job=self._job,
+            accelerator=self._accelerator,
+            margins=self._margins,
+            budget=self._budget,
+            host_budget=self._host_budget,
+            candidates=sorted(candidates, key=lambda candidate: candidate.estimate.seconds),
+            best=best,
+            notes=self._notes(),
+        )
+
+    def _notes(self) -> list[str]:
+        notes = []
+        longest = self._studio.facts.longest
+        if longest is not None and self._job.tokens > longest:
+            notes.append(
+                f"{self._job.tokens} tokens are more than the {longest} positions that the model's configuration names"
+            )
+        if self._accelerator.efficiencies == type(self._accelerator.efficiencies)():
+            notes.append(
+                "seconds are estimated from data sheets: the ranking is the claim. `lowtide calibrate` measures"
+            )
+        return notes
+
+
+def make_job(
+    *, tokens: int | str, images: tuple[int, int, int] | str | None, engine: str | None, ranks: int, **settings: Any
+) -> Job:
+    """A job from what people write."""
+    return Job(
+        tokens=parse_tokens(tokens),
+        images=parse_images(images),
+        engine=engine or ("ddp" if ranks > 1 else "single"),
+        ranks=ranks,
+        **settings,
+    )
+
+
+def parse_images(images: tuple[int, int, int] | str | None) -> tuple[int, int, int] | None:
+    """`"4x1024x1024"`: four pictures of 1024 by 1024 pixels in each sequence."""
+    if images is None or not isinstance(images, str):
+        return images
+    with contextlib.suppress(ValueError):
+        count, height, width = (int(part) for part in images.lower().split("x"))
+        if min(count, height, width) > 0:
+            return count, height, width
+    raise InvalidValueError(f"{images!r} are no pictures: write COUNTxHEIGHTxWIDTH, like 4x1024x1024")
+
+
+def wanted_accelerator(device: str | Accelerator | None, calibration: Path | None) -> Accelerator:
+    """The one that is named, or the one that is here."""
+    if isinstance(device, Accelerator):
+        return device
+    return this_accelerator() if device is None else find_accelerator(device, calibration)

@@ -1,0 +1,141 @@
+"""Reads figures out of a recording: peaks, who holds them, and how memory went over time."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+from lowtide.planning.blank import Moment, Owner
+
+if TYPE_CHECKING:
+    from lowtide.planning.blank import Event
+    from lowtide.planning.step import Recording
+
+SAMPLES = 400
+"""Points of a timeline, about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The most bytes at once, when that was, and whose they were."""
+
+    nbytes: int
+    moment: Moment
+    owners: dict[Owner, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A point of the timeline: bytes by kind of owner."""
+
+    seconds: float
+    moment: Moment
+    nbytes: dict[str, int]
+
+
+class Tally:
+    """Live bytes of one place by storage and by owner, replayed event by event."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._storages: dict[int, tuple[int, Owner]] = {}
+        self.births: dict[int, Moment] = {}
+        self.total = 0
+        self.by_owner: collections.Counter[Owner] = collections.Counter()
+
+    def take(self, event: Event) -> None:
+        if event.place != self._place:
+            return
+        size, owner = self._storages.get(event.storage, (0, event.owner))
+        self.births.setdefault(event.storage, event.moment)
+        self.by_owner[owner] -= size
+        self.total += event.change
+        size += event.change
+        self.by_owner[event.owner] += size
+        self._storages[event.storage] = (size, event.owner)
+        if size == 0:
+            del self._storages[event.storage], self.births[event.storage]
+
+    def owners(self, now: Moment) -> dict[Owner, int]:
+        """What is alive, where activations of earlier moments are told apart from those in work."""
+        found: collections.Counter[Owner] = collections.Counter()
+        for number, (size, owner) in self._storages.items():
+            found[_refined(owner, self.births[number], now)] += size
+        return dict(found.most_common())
+
+    def kinds(self) -> dict[str, int]:
+        found: collections.Counter[str] = collections.Counter()
+        for owner, size in self.by_owner.items():
+            found[owner.kind] += size
+        return {kind: size for kind, size in found.items() if size}
+
+
+def _refined(owner: Owner, born: Moment, now: Moment) -> Owner:
+    if owner.kind != "activations":
+        return owner
+    return Owner("working" if born == now else "saved", owner.block)
+
+
+def read_peak(recording: Recording, place: str = "device") -> Peak:
+    """The peak of the step itself."""
+    tally, best, where = Tally(place), -1, recording.start
+    for position, event in enumerate(recording.events):
+        tally.take(event)
+        if position >= recording.start and tally.total > best:
+            best, where = tally.total, position
+    if best < 0:
+        return Peak(0, Moment("forward", ""), {})
+    again = Tally(place)
+    for event in recording.events[: where + 1]:
+        again.take(event)
+    moment = recording.events[where].moment
+    return Peak(best, moment, again.owners(moment))
+
+
+def peaks_by_moment(recording: Recording, place: str = "device") -> dict[Moment, int]:
+    """The most bytes at each moment of the step."""
+    peaks: dict[Moment, int] = {}
+    total = 0
+    for position, event in enumerate(recording.events):
+        if event.place == place:
+            total += event.change
+        if position >= recording.start:
+            peaks[event.moment] = max(peaks.get(event.moment, 0), total)
+    return peaks
+
+
+def owners_at(recording: Recording, moment: Moment) -> dict[str, int]:
+    """Bytes by kind of owner at the highest point of a moment."""
+    tally, best, where = Tally("device"), -1, 0
+    for position, event in enumerate(recording.events):
+        tally.take(event)
+        if position >= recording.start and event.moment == moment and tally.total > best:
+            best, where = tally.total, position
+    again = Tally("device")
+    for event in recording.events[: where + 1]:
+        again.take(event)
+    kinds: collections.Counter[str] = collections.Counter()
+    for owner, size in again.owners(moment).items():
+        kinds[owner.kind] += size
+    return dict(kinds)
+
+
+def read_timeline(recording: Recording, samples: int = SAMPLES) -> list[Sample]:
+    """Device memory over the step: of each stretch of events, the highest point."""
+    count = len(recording.events) - recording.start
+    stretch = max(1, count // samples)
+    tally = Tally("device")
+    found: list[Sample] = []
+    best: Sample | None = None
+    most = -1
+    for position, event in enumerate(recording.events):
+        tally.take(event)
+        if position < recording.start:
+            continue
+        if tally.total > most:
+            most, best = tally.total, Sample(event.seconds, event.moment, tally.kinds())
+        if (position - recording.start + 1) % stretch == 0 and best is not None:
+            found.append(best)
+            most = -1
+    return found

@@ -1,0 +1,92 @@
+"""The user's side of the planning process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide import errors
+from lowtide.errors import PlanError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from lowtide.planning.accelerators import Accelerator
+    from lowtide.planning.estimate import Estimate
+    from lowtide.planning.job import Job
+    from lowtide.planning.models import Target
+    from lowtide.planning.region_costs import StepCosts
+    from lowtide.planning.studio import Facts
+
+
+class RemoteStudio:
+    """A `Studio` in a process of its own. Leaving the context ends it, however it is left."""
+
+    def __init__(self, target: Target, job: Job, accelerator: Accelerator) -> None:
+        self._opening = (target, job, accelerator)
+        self._facts: Facts | None = None
+
+    def __enter__(self) -> Self:
+        self._errors = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lowtide.planning.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path()), "CUDA_VISIBLE_DEVICES": ""},
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    @property
+    def facts(self) -> Facts:
+        if self._facts is None:
+            self._facts = self._ask("open", self._opening)
+        return self._facts
+
+    def estimate(self, policy: str, *, exact: bool) -> Estimate:
+        _ = self.facts
+        return self._ask("estimate", {"policy": policy, "exact": exact})  # type: ignore[no-any-return]
+
+    def costs(self, tile: str) -> StepCosts:
+        _ = self.facts
+        return self._ask("costs", {"tile": tile})  # type: ignore[no-any-return]
+
+    def _ask(self, name: str, arguments: Any) -> Any:
+        assert self._process.stdin is not None  # noqa: S101
+        assert self._process.stdout is not None  # noqa: S101
+        try:
+            pickle.dump((name, arguments), self._process.stdin)
+            self._process.stdin.flush()
+            status, content = pickle.load(self._process.stdout)  # noqa: S301  (from our own child)
+        except (EOFError, BrokenPipeError) as error:
+            raise PlanError(f"the planning process died{self._last_words()}") from error
+        if status == "refused":
+            kind, message = content
+            raise getattr(errors, kind, PlanError)(message)
+        if status == "failed":
+            raise PlanError(f"the step could not be simulated: {content}")
+        return content
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f" with exit code {self._process.returncode}" + (f": {lines[-1]}" if lines else "")
+
+
+def _import_path() -> list[str]:
+    """What the user can import, the planning process can import too."""
+    return [entry or str(Path.cwd()) for entry in sys.path]

@@ -1,0 +1,167 @@
+"""A plan: which policies fit, which of them is the fastest, and what the others lack."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from lowtide.policy import Policy
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.planning.accelerators import Accelerator
+    from lowtide.planning.estimate import Estimate
+    from lowtide.planning.job import Job
+    from lowtide.planning.margins import Margins
+    from lowtide.planning.studio import Facts
+
+KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "saved": "saved activations",
+    "working": "activations in work",
+    "logits": "logits",
+    "workspace": "kernels' workspace",
+    "communication": "communication buffers",
+    "batch": "the batch",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A policy with its figures, and whether it fits."""
+
+    estimate: Estimate
+    device_bytes: int
+    """What it needs on the device, margins included."""
+    fits: bool
+    limit: str
+    """What holds most of the memory at the peak; if it does not fit, by how much."""
+
+    @property
+    def policy(self) -> str:
+        return self.estimate.policy
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer to "will it fit, and how?". Ranking is the claim; seconds are an estimate until calibrated."""
+
+    facts: Facts
+    job: Job
+    accelerator: Accelerator
+    margins: Margins
+    budget: int
+    """Bytes of device memory."""
+    host_budget: int | None
+    candidates: list[Candidate]
+    """All policies that were looked at, the fastest first."""
+    best: Candidate | None
+    """The fastest that fits; None if there is none."""
+    notes: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return self.best is not None
+
+    @property
+    def policy(self) -> Policy | None:
+        """Goes straight into `lowtide.apply`."""
+        return Policy.parse(self.best.policy) if self.best else None
+
+    @property
+    def least(self) -> Candidate:
+        """The candidate that needs the least device memory."""
+        return min(self.candidates, key=lambda candidate: candidate.device_bytes)
+
+    @property
+    def shown(self) -> Candidate:
+        """The best candidate, or the leanest where none fits."""
+        return self.best or self.least
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.shown.estimate.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.shown.estimate.reserved_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.shown.estimate.host_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.shown.estimate.seconds
+
+    @property
+    def owners(self) -> dict[str, int]:
+        return self.shown.estimate.owners
+
+    @property
+    def timeline(self) -> list[dict[str, Any]]:
+        return self.shown.estimate.timeline
+
+    @property
+    def why_not_faster(self) -> str | None:
+        """Why the next faster policy was not taken."""
+        faster = [c for c in self.candidates if not c.fits and (not self.best or _seconds(c) < _seconds(self.best))]
+        if not faster:
+            return None
+        nearest = min(faster, key=lambda candidate: candidate.device_bytes)
+        return f"{nearest.policy} would take {_seconds(nearest):.3g} s, but {nearest.limit}"
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["fits"] = self.fits
+        data["policy"] = None if self.best is None else self.best.policy
+        data["step_seconds"] = self.step_seconds
+        for name in ("peak_bytes", "reserved_bytes", "host_bytes", "owners", "timeline"):
+            data[name] = getattr(self, name)
+        return data
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self) -> str:
+        """A page of its own: the table, where the memory goes, and the step over time."""
+        from lowtide.planning.page import as_page
+
+        return as_page(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.facts.name} ({self.facts.model_class}), {self.job.tokens} tokens, {self.accelerator.name}:"]
+        lines += [
+            f"  {'fits' if c.fits else 'no  '}  {format_bytes(c.device_bytes):>10}  {_seconds(c):8.3g} s  {c.policy}"
+            for c in self.candidates
+        ]
+        lines.append(f"  best: {self.best.policy}" if self.best else f"  nothing fits: {self.least.limit}")
+        return "\n".join(lines)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.estimate.seconds
+
+
+def judged(estimate: Estimate, budget: int, host_budget: int | None, margins: Margins) -> Candidate:
+    """A policy against the budgets."""
+    needed = estimate.needed_bytes + margins.total
+    fits_host = host_budget is None or estimate.host_bytes <= host_budget
+    owner, size = max(estimate.owners.items(), key=lambda pair: pair[1])
+    where = f"the {estimate.phase} of {estimate.block}" if estimate.block else f"the {estimate.phase}"
+    holder = f"{KINDS.get(owner, owner)} hold {format_bytes(size)} in {where}"
+    if needed > budget:
+        limit = f"needs {format_bytes(needed)}, {format_bytes(needed - budget)} too much: {holder}"
+    elif not fits_host:
+        limit = (
+            f"needs {format_bytes(estimate.host_bytes)} of host memory, and there are {format_bytes(host_budget or 0)}"
+        )
+    else:
+        limit = holder
+    return Candidate(estimate=estimate, device_bytes=needed, fits=needed <= budget and fits_host, limit=limit)

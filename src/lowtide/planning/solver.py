@@ -1,0 +1,148 @@
+"""Chooses a treatment for every region: the fastest that fits.
+
+A mixed-integer linear program (`scipy.optimize.milp`, HiGHS). One binary variable says that a region has a treatment.
+Memory is constrained in the forward and the backward of every region and between the two, the host's by what is moved
+there, and the link's by what compute has time for: what is more is a stall, and the two stalls (to the host in forward,
+back in backward) are variables that add to the time.
+
+Within a stack, treatments come in one order: what is moved away comes first, since it has the longest time to return,
+and what is kept comes last, since backward frees it first. That loses nothing where blocks are alike, and makes plans
+that a person can read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import MissingDependencyError
+from lowtide.planning.region_costs import TREATMENTS
+
+if TYPE_CHECKING:
+    from lowtide.planning.region_costs import Cost, StepCosts
+
+_KINDS = range(len(TREATMENTS))
+_RELUCTANCE = 1e-6
+"""Of equally fast choices, the one that moves less is taken."""
+_ORDER = ("offload", "recompute+offload", "recompute", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A solution: a treatment for each region, and the seconds that the program expects."""
+
+    treatments: dict[str, str]
+    seconds: float
+
+
+def solve(costs: StepCosts, budget: int, host_budget: int | None, link_rate: float) -> Choice | None:
+    """The fastest choice within the budgets; None if there is none."""
+    if costs.after_bytes > budget:
+        return None
+    program = _Program(costs)
+    program.constrain_memory(budget, host_budget)
+    program.constrain_link(link_rate)
+    program.put_in_order()
+    return program.solve()
+
+
+class _Program:
+    """Variables: one per region and treatment, then the stall of forward, then that of backward."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._binary = len(costs.regions) * len(TREATMENTS)
+        self._rows: list[dict[int, float]] = []
+        self._most: list[float] = []
+
+    def constrain_memory(self, budget: int, host_budget: int | None) -> None:
+        """While a region runs: its own bytes, and those with which the regions before it wait."""
+        waiting: dict[int, float] = {}
+        for place, region in enumerate(self._costs.regions):
+            self._add({**waiting, **self._factors(place, "forward_bytes")}, budget - region.forward_base)
+            self._add({**waiting, **self._factors(place, "backward_bytes")}, budget - region.backward_base)
+            waiting |= self._factors(place, "waiting")
+        self._add(waiting, budget - self._costs.between_base)
+        if host_budget is not None:
+            self._add(self._everywhere("moved"), host_budget)
+
+    def constrain_link(self, rate: float) -> None:
+        """A stall is at least what the copies take longer than the compute that they hide behind."""
+        for stall, figure in enumerate(("forward_seconds", "backward_seconds")):
+            moved, compute = self._everywhere("moved"), self._everywhere(figure)
+            row = {variable: moved[variable] / rate - compute[variable] for variable in moved}
+            self._add({**row, self._binary + stall: -1.0}, 0.0)
+
+    def put_in_order(self) -> None:
+        """Once a stack has come to a treatment, it does not go back to an earlier one."""
+        for place, (region, after) in enumerate(itertools.pairwise(self._costs.regions)):
+            if region.name.rpartition(".")[0] != after.name.rpartition(".")[0]:
+                continue
+            for position in range(1, len(_ORDER)):
+                late = [TREATMENTS.index(treatment) for treatment in _ORDER[position:]]
+                here = {self._variable(place, kind): 1.0 for kind in late}
+                there = {self._variable(place + 1, kind): -1.0 for kind in late}
+                self._add({**here, **there}, 0.0)
+
+    def solve(self) -> Choice | None:
+        numpy, optimize = _scipy()
+        size = self._binary + 2
+        objective = numpy.ones(size)
+        seconds = (self._everywhere("forward_seconds"), self._everywhere("backward_seconds"))
+        for variable in range(self._binary):
+            objective[variable] = sum(figure[variable] for figure in seconds)
+            if "offload" in TREATMENTS[variable % len(TREATMENTS)]:
+                objective[variable] *= 1 + _RELUCTANCE
+        result = optimize.milp(
+            objective,
+            constraints=[
+                optimize.LinearConstraint(self._matrix(numpy, self._rows), -numpy.inf, self._most),
+                optimize.LinearConstraint(self._matrix(numpy, self._one_each()), 1, 1),
+            ],
+            integrality=numpy.arange(size) < self._binary,
+            bounds=optimize.Bounds(0, numpy.where(numpy.arange(size) < self._binary, 1, numpy.inf)),
+            options={"mip_rel_gap": 1e-4, "time_limit": 20},
+        )
+        return None if result.x is None else self._choice(result)
+
+    def _choice(self, result: Any) -> Choice:
+        chosen = {}
+        for place, region in enumerate(self._costs.regions):
+            chosen[region.name] = TREATMENTS[max(_KINDS, key=lambda kind: result.x[self._variable(place, kind)])]
+        return Choice(chosen, float(result.fun) + self._costs.other_seconds)
+
+    def _one_each(self) -> list[dict[int, float]]:
+        return [{self._variable(place, kind): 1.0 for kind in _KINDS} for place in range(len(self._costs.regions))]
+
+    def _matrix(self, numpy: Any, rows: list[dict[int, float]]) -> Any:
+        matrix = numpy.zeros((len(rows), self._binary + 2))
+        for place, row in enumerate(rows):
+            for variable, factor in row.items():
+                matrix[place, variable] = factor
+        return matrix
+
+    def _factors(self, place: int, figure: str) -> dict[int, float]:
+        return {self._variable(place, kind): float(getattr(self._cost(place, kind), figure)) for kind in _KINDS}
+
+    def _everywhere(self, figure: str) -> dict[int, float]:
+        places = range(len(self._costs.regions))
+        return {variable: factor for place in places for variable, factor in self._factors(place, figure).items()}
+
+    def _cost(self, place: int, kind: int) -> Cost:
+        return self._costs.regions[place].treatments[TREATMENTS[kind]]
+
+    def _variable(self, place: int, kind: int) -> int:
+        return place * len(TREATMENTS) + kind
+
+    def _add(self, row: dict[int, float], most: float) -> None:
+        self._rows.append(dict(row))
+        self._most.append(most)
+
+
+def _scipy() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("numpy"), importlib.import_module("scipy.optimize")
+    except ImportError as error:
+        raise MissingDependencyError("choosing a policy needs scipy: pip install 'lowtide[plan]'") from error

@@ -1,0 +1,99 @@
+"""Runs simulations of one model and job, and keeps what can be used again: recordings of short stacks.
+
+This is what works in the planning process; the user's process only sees the results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from lowtide.planning.batches import make_batch
+from lowtide.planning.estimate import Estimate, carried_on, exact_estimate
+from lowtide.planning.layers import find_stack, shorten
+from lowtide.planning.models import build
+from lowtide.planning.region_costs import TREATMENTS, region_costs
+from lowtide.planning.rules import joined
+from lowtide.planning.step import simulate
+from lowtide.planning.whole import Whole
+from lowtide.policy import Policy
+from lowtide.regions import find_regions
+
+if TYPE_CHECKING:
+    from lowtide.planning.accelerators import Accelerator
+    from lowtide.planning.job import Job
+    from lowtide.planning.models import Target
+    from lowtide.planning.region_costs import StepCosts
+    from lowtide.planning.step import Recording
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a model before anything is simulated."""
+
+    name: str
+    model_class: str
+    parameters: int
+    trained: int
+    regions: list[str]
+    longest: int | None
+    """The longest sequence that the model was made for, if its configuration says so."""
+
+
+class Studio:
+    """One model, one job, one accelerator."""
+
+    def __init__(self, target: Target, job: Job, accelerator: Accelerator) -> None:
+        self._target = target
+        self._job = job
+        self._accelerator = accelerator
+        model = build(target, job)
+        self._stack = find_stack(model)
+        self._names = [region.name for region in find_regions(model)]
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.facts = Facts(
+            name=target.name,
+            model_class=_class_name(model),
+            parameters=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            regions=self._names,
+            longest=getattr(text, "max_position_embeddings", None),
+        )
+        self._recorded = functools.cache(self._record)
+
+    def estimate(self, policy: str, *, exact: bool) -> Estimate:
+        """A policy's figures; of the whole model at once if `exact`, or if it is too short to be cut."""
+        if exact or self._stack is None or ";" in policy:
+            return exact_estimate(policy, self._record(policy, None))
+        return carried_on(policy, self._whole(policy))
+
+    def costs(self, tile: str) -> StepCosts:
+        """What the solver needs to know, with this tiling."""
+        policies = {treatment: joined(treatment, tile) for treatment in TREATMENTS}
+        if self._stack is None:
+            recordings = {treatment: self._recorded(policy, None) for treatment, policy in policies.items()}
+            keep = recordings["none"]
+            return region_costs(Whole.exact(self._names, keep), recordings)
+        recordings = {treatment: self._recorded(policy, self._stack.longer) for treatment, policy in policies.items()}
+        return region_costs(self._whole(policies["none"]), recordings)
+
+    def _whole(self, policy: str) -> Whole:
+        stack = self._stack
+        assert stack is not None  # noqa: S101  (asked before)
+        return Whole(self._names, stack, self._recorded(policy, stack.short), self._recorded(policy, stack.longer))
+
+    def _record(self, policy: str, count: int | None) -> Recording:
+        model = build(self._target, self._job)
+        if count is not None and self._stack is not None:
+            shorten(model, self._stack, count)
+        job = self._job
+        return simulate(
+            model, lambda built, device: make_batch(built, job, device), job, Policy.parse(policy), self._accelerator
+        )
+
+
+def _class_name(model: object) -> str:
+    base = getattr(model, "get_base_model", None)
+    return type(base() if base is not None else model).__name__
