@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
@@ -20,17 +21,19 @@ from lowtide.policy import Policy
 from lowtide.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
+
+    from lowtide.planning.solver import Choice
 
     Progress = Callable[[str, int, int], None]
     """Told what is being looked at, how many looks are done, and how many there are."""
 
 TILINGS = ("", "tile(loss)", "tile")
-_ROUNDS = 4
-"""How often the solver may be told that its choice needs more than it thought."""
+_ROUNDS = 5
+"""How many of the solver's choices are simulated, at most."""
 
 
 def plan(
@@ -129,34 +132,42 @@ class _Planner:
             self._look(joined(treatment, tile), exact=self._exact) for tile in TILINGS for treatment in TREATMENTS
         ]
         mixed = list(self._mixtures(uniform))
-        candidates = [*uniform, *mixed]
+        candidates = [*uniform, *(candidate for candidate in mixed if candidate.fits)]
         best = self._confirmed(candidates)
         return self._plan(candidates, best)
 
-    def _mixtures(self, uniform: list[Candidate]) -> list[Candidate]:
-        """The solver's choice for each tiling, as long as it promises to be faster than what is known to fit."""
-        fastest = min((c.estimate.seconds for c in uniform if c.fits), default=float("inf"))
+    def _mixtures(self, uniform: list[Candidate]) -> Iterator[Candidate]:
+        """What the solver makes of each tiling: the one that promises most is simulated first.
+
+        One that turns out to need more than the solver thought is solved again for less; one that does not promise to
+        be faster than what is known to fit is not simulated at all.
+        """
+        fastest = min((c.estimate.seconds for c in uniform if c.fits), default=math.inf)
         loose = max(c.estimate.needed_bytes - c.estimate.peak_bytes for c in uniform)
-        found: list[Candidate] = []
+        budgets = dict.fromkeys(TILINGS, self._budget - self._margins.total - loose)
+        choices: dict[str, Choice | None] = {}
         for tile in TILINGS:
             self._tell(f"mixing policies{f' with {tile}' if tile else ''}")
-            candidate = self._mixture(tile, self._budget - self._margins.total - loose, fastest)
-            if candidate is not None:
-                found.append(candidate)
-                fastest = min(fastest, candidate.estimate.seconds)
-        return found
-
-    def _mixture(self, tile: str, budget: int, fastest: float) -> Candidate | None:
-        costs = self._studio.costs(tile)
+            choices[tile] = self._choose(tile, budgets[tile])
         for _ in range(_ROUNDS):
-            choice = solve(costs, budget, self._host_budget, self._accelerator.link_rate)
-            if choice is None or choice.seconds >= fastest or len(set(choice.treatments.values())) == 1:
-                return None
-            candidate = self._judge(str(as_policy(choice.treatments, tile)), exact=True)
+            promising = {tile: choice for tile, choice in choices.items() if choice and choice.seconds < fastest}
+            if not promising:
+                return
+            tile = min(promising, key=lambda tile: promising[tile].seconds)
+            candidate = self._judge(str(as_policy(promising[tile].treatments, tile)), exact=True)
+            yield candidate
             if candidate.fits:
-                return candidate
-            budget -= max(candidate.device_bytes - self._budget, self._budget // 200)
-        return None
+                choices[tile] = None
+                fastest = min(fastest, candidate.estimate.seconds)
+            else:
+                budgets[tile] -= max(candidate.device_bytes - self._budget, self._budget // 200)
+                choices[tile] = self._choose(tile, budgets[tile])
+
+    def _choose(self, tile: str, budget: int) -> Choice | None:
+        """The solver's choice; None if there is none, or if it is one treatment for all, which is known already."""
+        costs = self._studio.costs(tile)
+        choice = solve(costs, budget, self._host_budget, self._accelerator.link_rate)
+        return choice if choice and len(set(choice.treatments.values())) > 1 else None
 
     def _confirmed(self, candidates: list[Candidate]) -> Candidate | None:
         """The fastest that fits, simulated whole; one that turns out too large makes place for the next."""

@@ -10,8 +10,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from lowtide.planning.blank.trees import is_blank
 
 aten = torch.ops.aten
 
@@ -83,17 +84,16 @@ _FREE = frozenset(
 _COPIES = frozenset({aten._to_copy, aten.copy_})
 
 
-def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: torch.device) -> Cost:
-    """Views cost nothing, and neither does what happens on the host."""
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: list[torch.Tensor]) -> Cost:
+    """Of an operation, all of whose tensors are given too. Views cost nothing, and neither does work of the host."""
     packet = func._overloadpacket
     if packet in _FREE:
         return Cost()
-    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
-    here = [tensor for tensor in tensors if tensor.device.type == device.type]
+    here = [tensor for tensor in tensors if is_blank(tensor)]
     if not here:
         return Cost()
     if packet in _COPIES and len(here) < len(tensors):
-        return _transfer(packet, args, kwargs, out, device)
+        return _transfer(packet, args, kwargs, out)
     nbytes = sum(_touched(tensor) for tensor in here)
     count = flop_registry.get(packet)
     if count is None:
@@ -107,10 +107,10 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     return Cost(flops / 2 if _is_causal(func, args, kwargs) else flops, nbytes, kind, single_precision=single)
 
 
-def _transfer(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: torch.device) -> Cost:
+def _transfer(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
     target = args[0] if packet is aten.copy_ else out
     waits = not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2]))  # noqa: PLR2004
-    direction = "to_device" if target.device.type == device.type else "to_host"
+    direction = "to_device" if is_blank(target) else "to_host"
     return Cost(nbytes=target.nbytes, direction=direction, blocking=waits)
 
 

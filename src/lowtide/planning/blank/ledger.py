@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lowtide.planning.blank import values
-from lowtide.planning.blank.costs import Rates, cost_of
+from lowtide.planning.blank.costs import cost_of
+from lowtide.planning.blank.shapes import Shapes
+from lowtide.planning.blank.trees import tensors_in, tensors_of
 from lowtide.planning.blank.workspaces import workspace_of
 
 if TYPE_CHECKING:
     from lowtide.planning.blank.clock import Clock
+    from lowtide.planning.blank.costs import Cost, Rates
 
 
 class Owner(NamedTuple):
@@ -68,6 +70,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of weights that are kept in another form (4 bits, a shard), by storage."""
         self.quantized: set[int] = set()
         """Those of them that are unpacked for every product."""
+        self._shapes = Shapes()
         self._numbers = itertools.count()
         self._known: dict[int, tuple[int, int, str, Owner]] = {}
 
@@ -109,14 +112,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations += 1
         if func._overloadpacket is torch.ops.aten.record_stream:
             return None  # a hint to the allocator, which the engine gives only off the compute stream
-        out = values.run(func, args, kwargs)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
+        inputs = tensors_of(args, kwargs)
+        out = values.run(func, args, kwargs, inputs, self._shapes)
+        results = tensors_in((out,))
+        for tensor in results:
+            if tensor.untyped_storage()._cdata not in self._known:
                 self._allocate(tensor, self._owner_of(tensor))
         workspace = workspace_of(func._overloadpacket, args, self.quantized)
-        if workspace and self._is_device(out, args):
+        if workspace:
             self.hold(workspace, "workspace")()
-        self._charge(func, args, kwargs, out)
+        self._charge(cost_of(func, args, kwargs, out, inputs + results))
         return out
 
     def _owner_of(self, tensor: torch.Tensor) -> Owner:
@@ -144,12 +149,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.rounding) * self.rounding
 
-    def _is_device(self, *trees: Any) -> bool:
-        tensors = (leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor))
-        return any(tensor.device.type == self.device.type for tensor in tensors)
-
-    def _charge(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        cost = cost_of(func, args, kwargs, out, self.device)
+    def _charge(self, cost: Cost) -> None:
         if cost.direction is not None:
             self.clock.copy(cost.nbytes, cost.direction, blocking=cost.blocking)
         elif cost.nbytes:

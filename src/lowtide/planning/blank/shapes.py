@@ -1,4 +1,9 @@
-"""Shapes of results that torch's meta kernels refuse to tell, though the real kernels run."""
+"""What an operation's results look like.
+
+torch's meta kernels tell, some of them in Python and slowly. A step repeats itself, layer by layer and tile by tile, so
+every kind of call (operation, shapes, strides, other arguments) is asked for once. A few kernels refuse to tell though
+the real ones run; they are answered here.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +29,62 @@ def _grouped_mm(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | No
     return left.new_empty(left.shape[1], right.shape[1])
 
 
-RESULTS: dict[Any, Callable[..., torch.Tensor]] = {aten._grouped_mm: _grouped_mm}
+_RESULTS: dict[Any, Callable[..., torch.Tensor]] = {aten._grouped_mm: _grouped_mm}
+
+
+class Shapes:
+    """Results of operations, from memory where the same kind of call was made before."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, ...]] = {}
+        self._makes_new: dict[Any, bool] = {}
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation returns. Views and in-place operations are always run: they are about memory."""
+        if func not in self._makes_new:
+            self._makes_new[func] = _makes_new(func)
+        key = (func, _key(args), _key(tuple(kwargs.items()))) if self._makes_new[func] else None
+        if key is None or _UNKNOWN in key:
+            return _RESULTS.get(func._overloadpacket, func)(*args, **kwargs)
+        if key not in self._known:
+            out = _RESULTS.get(func._overloadpacket, func)(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.device.type == "meta":
+                self._known[key] = _form(out)
+            return out
+        return _made(self._known[key])
+
+
+_UNKNOWN = object()
+
+
+def _makes_new(func: Any) -> bool:
+    """Whether an operation returns one tensor with memory of its own."""
+    returns = func._schema.returns
+    return not func._schema.is_mutable and len(returns) == 1 and returns[0].alias_info is None
+
+
+def _key(things: tuple[Any, ...]) -> Any:
+    """Arguments as a key; an argument of an unknown kind makes the call one of a kind."""
+    parts = []
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            if thing.device.type != "meta":
+                return _UNKNOWN
+            parts.append(_form(thing))
+        elif isinstance(thing, list | tuple):
+            inner = _key(tuple(thing))
+            if inner is _UNKNOWN:
+                return _UNKNOWN
+            parts.append((type(thing).__name__, inner))
+        else:
+            parts.append((type(thing), thing))
+    return tuple(parts)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _made(form: Any) -> torch.Tensor:
+    shape, stride, dtype = form
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

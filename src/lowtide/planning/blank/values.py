@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide.errors import PlanError
-from lowtide.planning.blank.shapes import RESULTS
+from lowtide.planning.blank.trees import is_blank, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lowtide.planning.blank.shapes import Shapes
 
 aten = torch.ops.aten
 
@@ -45,11 +47,6 @@ _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_stri
 _RANKINGS = frozenset({aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin})
 
 
-def is_blank(thing: Any) -> bool:
-    """Whether something is a tensor without numbers."""
-    return isinstance(thing, torch.Tensor) and thing.device.type == "meta"
-
-
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The real value of a tensor, if it is known."""
     if is_blank(tensor):
@@ -63,23 +60,23 @@ def give_value(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
     tensor.__dict__["_lowtide_value"] = value
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on blank tensors, and on their values where they are known."""
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor], shapes: Shapes) -> Any:
+    """An operation on blank tensors (`inputs` are all of them), and on their values where they are known."""
     packet = func._overloadpacket
-    if packet in _READS and _has_blank(args):
+    if packet in _READS and any(map(is_blank, inputs)):
         return _read(func, args)
     if packet is aten.copy_ and is_blank(args[1]) and not is_blank(args[0]):
         return _copied_to_host(args)
     if packet is aten._to_copy and is_blank(args[0]) and _leaves(kwargs):
         return _moved_to_host(args[0], kwargs)
-    if packet in _SHAPED_BY_VALUES and _has_blank(args):
-        return _shaped_by_values(func, args, kwargs)
+    if packet in _SHAPED_BY_VALUES and any(map(is_blank, inputs)):
+        return _shaped_by_values(func, args, kwargs, inputs)
     if packet in _INDEXED:
         args = (args[0], list(_positions(args[1])), *args[2:])
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}  # host memory here is never written to, so it takes no page
-    out = RESULTS.get(packet, func)(*args, **kwargs)
-    _update(func, args, kwargs, out)
+    out = shapes.result(func, args, kwargs)
+    _update(func, args, kwargs, inputs, out)
     return out
 
 
@@ -106,14 +103,15 @@ def _moved_to_host(tensor: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor
         return torch.empty(tensor.shape, dtype=dtype)
 
 
-def _update(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def _update(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor], out: Any) -> None:
+    known = all(value_of(tensor) is not None for tensor in inputs)
     if func._schema.is_mutable:
-        _update_in_place(func, args, kwargs)
+        _update_in_place(func, args, kwargs, known=known)
         return
-    results = [tensor for tensor in tree_leaves(out) if is_blank(tensor)]
+    results = [tensor for tensor in tensors_in((out,)) if is_blank(tensor)]
     if not results or func._overloadpacket in _UNSET:
         return
-    if _all_known(args, kwargs):
+    if known:
         if all(_is_kept(tensor) for tensor in results):
             with contextlib.suppress(NotImplementedError):  # the CPU has no such kernel: then its value is unknown
                 _attach(out, _on_values(func, args, kwargs))
@@ -121,12 +119,12 @@ def _update(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         _rank_evenly(results, args[0])
 
 
-def _update_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _update_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, known: bool) -> None:
     """The first argument is written to: a tensor, or a list of them."""
-    targets = [tensor for tensor in _tensors(args[:1]) if is_blank(tensor)]
+    targets = [tensor for tensor in tensors_in(args[:1]) if is_blank(tensor)]
     if not any(value_of(target) is not None for target in targets):
         return
-    if _all_known(args, kwargs):
+    if known:
         _on_values(func, args, kwargs)
         return
     for target in targets:
@@ -140,8 +138,8 @@ def _read(func: Any, args: tuple[Any, ...]) -> Any:
         return torch.equal(*values) if name == "equal" else values[0].item()
 
 
-def _shaped_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for tensor in _tensors((args, kwargs)):
+def _shaped_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> Any:
+    for tensor in inputs:
         _known(tensor, func._overloadpacket.__name__)
     real = _on_values(func, args, kwargs)
     blank = tree_map(lambda leaf: _blank_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, real)
@@ -209,15 +207,3 @@ def _blank_like(real: torch.Tensor) -> torch.Tensor:
 
 def _is_kept(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (MOST_INTEGERS if tensor.dtype in _INTEGERS else MOST_NUMBERS)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _has_blank(tree: Any) -> bool:
-    return any(is_blank(tensor) for tensor in _tensors(tree))
-
-
-def _all_known(*trees: Any) -> bool:
-    return all(value_of(tensor) is not None for tensor in _tensors(trees))
