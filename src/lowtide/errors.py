@@ -35,6 +35,10 @@ class OffloadError(LowtideError, RuntimeError):
     """Saved tensors cannot be moved as asked."""
 
 
+class StoreError(OffloadError):
+    """A store cannot be used as asked, or failed while it held or moved bytes; the message names place and remedy."""
+
+
 class InPlaceError(LowtideError, RuntimeError):
     """A tensor that backward needs was changed in place after it was saved."""
 

@@ -7,10 +7,40 @@ then; so two forwards before a backward, `retain_graph`, a skipped backward and 
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskUsage:
+    """What a store keeps in files, and how."""
+
+    directory: str
+    bytes: int
+    peak_bytes: int
+    limit: int
+    """The most bytes for this process."""
+    written_bytes: int
+    read_bytes: int
+    direct: bool
+    """Whether the page cache is bypassed (O_DIRECT). Else I/O is buffered, and the cache is told to forget."""
+    verify: bool
+    """Whether every block is compared with its checksum."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a store holds and has held."""
+
+    host_bytes: int = 0
+    peak_host_bytes: int = 0
+    pageable_bytes: int = 0
+    """Bytes of host memory that could not be pinned."""
+    seconds_waited: float = 0.0
+    disk: DiskUsage | None = None
 
 
 class Stored(abc.ABC):
@@ -49,6 +79,8 @@ class Store(abc.ABC):
     """A place for saved tensors, with its limits."""
 
     name: str
+    takes_host_tensors = False
+    """Whether it frees anything to put a tensor here that is in host memory."""
 
     @abc.abstractmethod
     def check(self, tensor: torch.Tensor) -> None:
@@ -72,6 +104,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def seconds_waited(self) -> float:
         """How long compute waited for copies so far. Asking waits for the device."""
+
+    @abc.abstractmethod
+    def usage(self) -> Usage:
+        """All figures at once, for a report. Asking waits for the device."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -13,10 +13,12 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import OffloadError
-from lowtide.stores.base import Store, Stored
+from lowtide.stores.base import Store, Stored, Usage
+from lowtide.stores.lanes import LanesOfDevices, keep_for
+from lowtide.stores.memory import HostMemory
+from lowtide.stores.restored import Restored
 from lowtide.stores.slabs import SlabPool
 from lowtide.units import parse_bytes
 
@@ -24,16 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lowtide.stores.slabs import Piece
-
-
-class _Lanes(NamedTuple):
-    """The side streams of one device."""
-
-    to_host: torch.Stream
-    to_device: torch.Stream
-
-
-_DEFAULT_STREAM = 0
 
 
 class Waits:
@@ -78,9 +70,10 @@ class HostStore(Store):
     name = "host"
 
     def __init__(self, limit: int | str | None = None) -> None:
-        self._pool = SlabPool(None if limit is None else parse_bytes(limit))
+        self._memory = HostMemory()
+        self._pool = SlabPool(None if limit is None else parse_bytes(limit), allocate=self._memory)
         self._lock = threading.Lock()
-        self._lanes: dict[torch.device, _Lanes] = {}
+        self.lanes = LanesOfDevices()
         self.waits = Waits()
 
     def check(self, tensor: torch.Tensor) -> None:
@@ -106,6 +99,14 @@ class HostStore(Store):
     def seconds_waited(self) -> float:
         return self.waits.seconds()
 
+    def usage(self) -> Usage:
+        return Usage(
+            host_bytes=self.bytes_used,
+            peak_host_bytes=self.peak_bytes,
+            pageable_bytes=self._memory.pageable_bytes,
+            seconds_waited=self.seconds_waited,
+        )
+
     def take(self, size: int, device: torch.device) -> list[Piece] | None:
         with self._lock:
             return self._pool.take(size, device)
@@ -119,12 +120,6 @@ class HostStore(Store):
             finally:
                 self._lock.release()
 
-    def lanes(self, device: torch.device) -> _Lanes:
-        with self._lock:
-            if device not in self._lanes:
-                self._lanes[device] = _Lanes(torch.Stream(device=device), torch.Stream(device=device))
-            return self._lanes[device]
-
 
 class _Arriving(NamedTuple):
     """A copy back to the device."""
@@ -137,7 +132,7 @@ class _Arriving(NamedTuple):
 class _Arrived(NamedTuple):
     """Bytes that are back, as long as somebody else uses them."""
 
-    storage: StorageWeakRef
+    raw: Restored
     done: torch.Event
     streams: set[torch.Stream]
     """Those that have waited."""
@@ -172,7 +167,7 @@ class _HostStored(Stored):
             if pieces is None:
                 return False
             self._pieces = pieces
-        lane, back = self._store.lanes(self._device)
+        lane, back = self._store.lanes.of(self._device)
         lane.wait_stream(self._owner)
         lane.wait_stream(back)  # the pieces may be those that a copy back still reads
         with lane:
@@ -184,9 +179,7 @@ class _HostStored(Stored):
     def settle(self) -> None:
         if self._copied is not None and self._raw is not None:
             self._store.waits.wait(self._owner, self._copied)
-            if self._owner.stream_id != _DEFAULT_STREAM:  # then the memory may belong to another stream
-                self._raw.record_stream(self._owner)
-                self._raw.record_stream(self._store.lanes(self._device).to_host)
+            keep_for(self._raw, self._owner, self._store.lanes.of(self._device).to_host)
             self._raw = None
 
     def prefetch(self) -> None:
@@ -204,11 +197,9 @@ class _HostStored(Stored):
         """What another view of the same bytes brought back, if that is still in use."""
         if self._restored is None:
             return None
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored.storage.cdata)
-        if storage is None:
+        raw = self._restored.raw.get()
+        if raw is None:
             return None
-        size = self.nbytes // self._dtype.itemsize
-        raw = torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, 0, (size,), (1,))
         current = torch.accelerator.current_stream(self._device)
         if current not in self._restored.streams:
             self._store.waits.wait(current, self._restored.done)
@@ -228,14 +219,13 @@ class _HostStored(Stored):
         if current != owner:  # allocated while another stream was current
             owner.wait_event(done)
             raw.record_stream(current)
-        storage = StorageWeakRef(raw.untyped_storage())  # type: ignore[no-untyped-call]
-        self._restored = _Arrived(storage, done, {current, owner})
+        self._restored = _Arrived(Restored(raw), done, {current, owner})
         return raw
 
     @torch.no_grad()
     def _fetch(self) -> _Arriving:
         owner = torch.accelerator.current_stream(self._device)
-        lane = self._store.lanes(self._device).to_device
+        lane = self._store.lanes.of(self._device).to_device
         raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
         self._was_fetched = True
         self._fetched += self.nbytes

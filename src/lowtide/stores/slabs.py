@@ -13,14 +13,16 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING
 
-import torch
-
 from lowtide.errors import InvalidValueError
+from lowtide.stores.memory import PAGE, HostMemory, round_up
+from lowtide.stores.ranges import FreeRanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALIGNMENT = 4096  # a page: buffers that share none can be told apart by page protection
+    import torch
+
+ALIGNMENT = PAGE  # a page: buffers that share none can be told apart by page protection
 SLAB_BYTES = (4 * 1024**2, 256 * 1024**2)
 """The smallest and the largest slab. Each new one is about as large as all before it, so a small model pins little."""
 
@@ -29,30 +31,11 @@ SLAB_BYTES = (4 * 1024**2, 256 * 1024**2)
 class _Slab:
     memory: torch.Tensor
     device: torch.device
-    free: list[tuple[int, int]]  # (start, end), sorted, never touching
+    free: FreeRanges
 
     @property
     def is_empty(self) -> bool:
-        return self.free == [(0, self.memory.numel())]
-
-    def cut(self, size: int) -> int | None:
-        """The start of `size` free bytes, first fit."""
-        for position, (start, end) in enumerate(self.free):
-            if end - start >= size:
-                self.free[position : position + 1] = [(start + size, end)] if end - start > size else []
-                return start
-        return None
-
-    def give_back(self, start: int, end: int) -> None:
-        merged = []
-        for other_start, other_end in self.free:
-            if other_end == start:
-                start = other_start
-            elif other_start == end:
-                end = other_end
-            else:
-                merged.append((other_start, other_end))
-        self.free = sorted([*merged, (start, end)])
+        return self.free.ranges == [(0, self.memory.numel())]
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,10 +51,6 @@ class Piece:
         return self.slab.memory[self.start : self.start + count]
 
 
-def _pinned(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-
 class SlabPool:
     """Hands out pieces of pinned memory up to a limit in bytes; None means no limit.
 
@@ -82,13 +61,13 @@ class SlabPool:
         self,
         limit: int | None = None,
         slab_bytes: tuple[int, int] = SLAB_BYTES,
-        allocate: Callable[[int], torch.Tensor] = _pinned,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         if limit is not None and limit < 0:
             raise InvalidValueError(f"the limit of a host store must not be negative, got {limit}")
         self._limit = limit
         self._smallest, self._largest = slab_bytes
-        self._allocate = allocate
+        self._allocate = allocate or HostMemory()
         self._slabs: list[_Slab] = []
         self._returned: collections.deque[Piece] = collections.deque()
         self._used = 0
@@ -113,7 +92,7 @@ class SlabPool:
         while size > 0:
             part = min(size, self._next_slab())
             try:
-                piece = self._cut(-(-part // ALIGNMENT) * ALIGNMENT, device)
+                piece = self._cut(round_up(part), device)
             except RuntimeError:  # no pinned memory left: what was taken goes back first
                 self.give_back(pieces)
                 raise
@@ -141,13 +120,13 @@ class SlabPool:
 
     def _cut(self, size: int, device: torch.device) -> Piece | None:
         for slab in self._slabs:
-            start = slab.cut(size) if slab.device == device else None
+            start = slab.free.cut(size) if slab.device == device else None
             if start is not None:
                 return Piece(slab, start, start + size)
         length = max(self._next_slab(), size)
         if self._limit is not None and sum(s.memory.numel() for s in self._slabs) + length > self._limit:
             return None
-        slab = _Slab(self._allocate(length), device, [(size, length)] if length > size else [])
+        slab = _Slab(self._allocate(length), device, FreeRanges((size, length)))
         self._slabs.append(slab)
         return Piece(slab, 0, size)
 
@@ -157,7 +136,7 @@ class SlabPool:
             return
         while self._returned:
             piece = self._returned.popleft()
-            piece.slab.give_back(piece.start, piece.end)
+            piece.slab.free.give_back(piece.start, piece.end)
             self._used -= piece.end - piece.start
         self._slabs = [slab for slab in self._slabs if not slab.is_empty]
 
