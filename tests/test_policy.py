@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,18 @@ from lowtide.errors import InvalidValueError
         ("offload", Policy(offload="host")),
         ("recompute + offload", Policy(recompute=True, offload="host")),
         ("recompute+offload(host=8GiB)", Policy(recompute=True, offload="host", host_limit=8 * 1024**3)),
+        ("recompute+offload(disk=/scratch)", Policy(recompute=True, offload="disk", disk="/scratch")),
+        ("recompute+offload(disk)", Policy(recompute=True, offload="disk")),
+        (
+            "offload(disk = /scratch/a+b.c, limit=1GiB, verify, tmpfs=true)",
+            Policy(offload="disk", disk="/scratch/a+b.c", disk_limit=1024**3, verify=True, tmpfs=True),
+        ),
+        ("offload(disk=/scratch, verify=False)", Policy(offload="disk", disk="/scratch")),
+        (
+            "recompute+offload(host=8GiB, disk=/scratch)+tile",
+            Policy(recompute=True, offload="host", host_limit=8 * 1024**3, disk="/scratch", tile=("mlp", "loss")),
+        ),
+        ("unsloth(disk=/scratch)", Policy(recompute=True, offload="disk", disk="/scratch")),
         ("gradient_checkpointing", Policy(recompute=True)),
         ("gradient_checkpointing(every_n_layers=3)", Policy(recompute=True, every=3)),
         ("unsloth", Policy(recompute=True, offload="host")),
@@ -43,11 +56,28 @@ def test_rules_for_regions():
     assert Policy.parse(str(policy)) == policy
 
 
+def test_rules_use_the_models_store():
+    policy = Policy.parse("recompute+offload(disk=/scratch, verify); *.0: offload(disk); *.1: recompute")
+    assert policy.for_region("layers.0") == Policy(offload="disk")
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.parse("recompute+offload(host=4KiB, disk=/scratch); *.0: offload").for_region("a.0").offload == "host"
+
+
+def test_sizes_are_described_for_people():
+    policy = Policy.parse("offload(host=1048576, disk=/scratch, limit=3221225472)")
+    assert policy.describe() == "offload(host=1 MiB, disk=/scratch, limit=3 GiB)"
+    assert Policy.parse(policy.describe()) == policy
+
+
 @pytest.mark.parametrize(
     ("mapping", "expected"),
     [
         ({"recompute": True, "offload": True}, Policy(recompute=True, offload="host")),
         ({"recompute": True, "offload": "host", "host_limit": "1GiB"}, "recompute+offload(host=1GiB)"),
+        (
+            {"recompute": True, "offload": "disk", "disk": Path("/scratch"), "disk_limit": "1GiB"},
+            "recompute+offload(disk=/scratch, limit=1GiB)",
+        ),
         ({"gradient_checkpointing": True}, "recompute"),
         ({"gradient_checkpointing": False}, "none"),
         (
@@ -77,8 +107,20 @@ def test_dicts(mapping, expected):
         ("recompute(evry=2)", "did you mean 'every'"),
         ("recompute(every=two)", "whole number"),
         ("recompute(every=0)", "1 or more"),
-        ("offload(every=2)", "known: host"),
-        ("offload(disk=/scratch)", "disk tier is not in this version"),
+        ("offload(often)", "known: host"),
+        ("offload(disk=/scratch, limt=4)", "did you mean 'limit'"),
+        ("offload(disk=/scratch, verify=often)", "true or false"),
+        ("offload(host, disk)", r"needs offload\(host=8GiB, disk=/scratch\)"),
+        ("offload(host, disk=/scratch)", "never reaches the disk"),
+        ("offload(limit=4GiB)", "needs disk="),
+        ("offload(verify)", "needs disk="),
+        ("recompute; *.0: offload(disk)", "what stands before the rules does not"),
+        ("recompute; *.0: offload(disk=/scratch)", "one for the whole model"),
+        ("offload(disk=/scratch); *.0: offload", "what stands before the rules does not"),
+        ({"offload": "host", "disk": "/scratch"}, "never reaches the disk"),
+        ({"offload": "disk", "disk": "/a,b"}, "no comma"),
+        ({"recompute": True, "disk": "/scratch"}, "needs offload"),
+        ({"offload": "disk", "disk": "/scratch", "disk_limit": -1}, "negative"),
         ("tile(mpl)", "did you mean 'mlp'"),
         ("tile(token=4)", "did you mean 'tokens'"),
         ("tile(mlp, tokens=0)", "1 or more"),
@@ -90,7 +132,7 @@ def test_dicts(mapping, expected):
         ("recompute; visual", "is no rule"),
         ({"recompote": True}, "did you mean 'recompute'"),
         ({"gradient_checkpointing_kwargs": {"offlaod": True}}, "did you mean 'offload'"),
-        ({"offload": "disk"}, "known: host"),
+        ({"offload": "dsik"}, "did you mean 'disk'"),
         ({"activation_offloading": "disk"}, "is no value of activation_offloading"),
         ({"activation_checkpointing": {"partition_activations": True}}, "cannot be honoured"),
         ({"host_limit": 5}, "needs offload"),

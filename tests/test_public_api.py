@@ -31,6 +31,7 @@ def test_exported_names_are_pinned():
     assert lowtide.__all__ == [
         "Applied",
         "AuditReport",
+        "DiskStore",
         "HostStore",
         "LowtideError",
         "Plan",

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from lowtide.losses import linear_cross_entropy
     from lowtide.planning import Plan, plan
     from lowtide.policy import Policy
-    from lowtide.stores import HostStore
+    from lowtide.stores import DiskStore, HostStore
     from lowtide.tiling import tile
     from lowtide.torch_patch import patch_torch
 
 __all__ = [
     "Applied",
     "AuditReport",
+    "DiskStore",
     "HostStore",
     "LowtideError",
     "Plan",
@@ -50,6 +51,7 @@ __all__ = [
 _HOMES = {
     "Applied": "applying",
     "AuditReport": "auditing",
+    "DiskStore": "stores",
     "HostStore": "stores",
     "LowtideError": "errors",
     "Policy": "policy",

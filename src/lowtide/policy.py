@@ -6,6 +6,9 @@
     offload                         keep what autograd saves, but in pinned host memory
     recompute+offload               recompute, with the inputs in pinned host memory
     recompute+offload(host=8GiB)    ... of which at most 8 GiB
+    recompute+offload(disk=/scratch)             recompute, with the inputs in a private file in /scratch
+    recompute+offload(disk=/scratch, limit=1TB, verify)    ... of at most 1 TB per process, with checksums
+    recompute+offload(host=8GiB, disk=/scratch)  host memory first, the disk past 8 GiB
     tile                            run MLPs, mixtures of experts and the loss in tiles of tokens
     tile(mlp, tokens=8k)            only MLPs and experts, in tiles of 8192 tokens (or shards=8: in eight tiles)
     tile(loss, loss_tokens=512)     only the loss
@@ -20,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,6 +56,7 @@ _WORDS: dict[str, dict[str, Any]] = {
 }
 
 _PARTS = ("mlp", "loss")
+_PLACES = ("host", "disk")
 
 _TERM = re.compile(r"(?P<word>[\w.]+)\s*(?:\((?P<settings>[^()]*)\))?")
 
@@ -64,9 +69,17 @@ class Policy:
     every: int = 1
     """Recompute every n-th region of a stack, starting with the first; the others are left alone."""
     offload: str | None = None
-    """`"host"`: pinned memory. None: the device."""
+    """`"host"`: pinned memory. `"disk"`: a file. None: the device."""
     host_limit: int | None = None
-    """The most bytes of pinned memory; past it, tensors stay on the device and the report says so."""
+    """The most bytes of pinned memory; past it, tensors go to `disk`, or stay and the report says so."""
+    disk: str | None = None
+    """The directory of the disk tier; beside `"host"`, it takes what is beyond `host_limit`."""
+    disk_limit: int | None = None
+    """The most bytes on disk for this process. None: its share of what is free."""
+    verify: bool = False
+    """Whether all that is read from disk is compared with a checksum."""
+    tmpfs: bool = False
+    """Whether `disk` may be a directory in memory."""
     tile: tuple[str, ...] = ()
     """What runs in tiles: `"mlp"` (mixtures of experts too), `"loss"`, or both."""
     tile_tokens: int | None = None
@@ -83,15 +96,45 @@ class Policy:
             raise InvalidValueError(f"every must be 1 or more, got {self.every}")
         if self.every > 1 and not self.recompute:
             raise InvalidValueError("every says which regions are recomputed, so it needs recompute")
-        if self.offload not in (None, "host"):
-            raise InvalidValueError(_unknown(str(self.offload), ["host"], "place to offload to"))
+        self._check_store()
+        self._check_rules()
+        self._check_tiles()
+
+    def _check_store(self) -> None:
+        if self.offload not in (None, *_PLACES):
+            raise InvalidValueError(_unknown(str(self.offload), list(_PLACES), "place to offload to"))
         if self.host_limit is not None and self.offload != "host":
             raise InvalidValueError("host_limit needs offload to the host")
-        if any(policy.host_limit is not None for _, policy in self.overrides):
-            raise InvalidValueError("a limit of host memory holds for the whole model: give it before the rules")
-        if self.host_limit is not None and self.host_limit < 0:
-            raise InvalidValueError(f"host_limit must not be negative, got {self.host_limit}")
-        self._check_tiles()
+        for name in ("host_limit", "disk_limit"):
+            if (getattr(self, name) or 0) < 0:
+                raise InvalidValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.disk is None:
+            for name in ("disk_limit", "verify", "tmpfs"):
+                if getattr(self, name):
+                    raise InvalidValueError(f"{name} is a setting of the disk tier, and needs disk=/a/directory")
+            return
+        if self.offload is None or not self.disk or any(character in self.disk for character in ",;()"):
+            raise InvalidValueError(
+                f"disk={self.disk!r}: it needs offload, and a directory whose name has no comma, semicolon or bracket"
+            )
+        if self.offload == "host" and self.host_limit is None:
+            raise InvalidValueError(
+                "offload to the host without a limit never reaches the disk: write offload(host=8GiB, disk=...), or "
+                "offload(disk=...)"
+            )
+
+    def _check_rules(self) -> None:
+        """A model has one store, and its settings stand before the rules."""
+        for pattern, policy in self.overrides:
+            if policy.host_limit is not None:
+                raise InvalidValueError("a limit of host memory holds for the whole model: give it before the rules")
+            if policy.disk is not None:
+                raise InvalidValueError("the disk tier is one for the whole model: give its directory before the rules")
+            if "disk" in (policy.offload, self.offload) and policy.offload not in (None, self.offload):
+                raise InvalidValueError(
+                    f"the rule {pattern!r} offloads to the {policy.offload}, and what stands before the rules does "
+                    "not: the model's store is chosen there, like 'recompute+offload(disk=/s); *.0: offload(disk)'"
+                )
 
     def _check_tiles(self) -> None:
         for part in self.tile:
@@ -132,23 +175,35 @@ class Policy:
         return not self.recompute and self.offload is None and not self.tile
 
     def __str__(self) -> str:
+        return self._text(str)
+
+    def describe(self) -> str:
+        """As `str`, with sizes for people."""
+        return self._text(format_bytes)
+
+    def _text(self, size: Callable[[int], str]) -> str:
         terms = []
         if self.recompute:
             terms.append("recompute" if self.every == 1 else f"recompute(every={self.every})")
         if self.offload:
-            limit = "" if self.host_limit is None else f"(host={self.host_limit})"
-            terms.append(f"offload{limit}")
+            settings = self._store_settings(size)
+            terms.append(f"offload({', '.join(settings)})" if settings else "offload")
         if self.tile:
             sizes = [("tokens", self.tile_tokens), ("shards", self.tile_shards), ("loss_tokens", self.loss_tokens)]
-            settings = [*self.tile, *(f"{name}={size}" for name, size in sizes if size is not None)]
+            settings = [*self.tile, *(f"{name}={count}" for name, count in sizes if count is not None)]
             terms.append("tile" if settings == list(_PARTS) else f"tile({', '.join(settings)})")
-        rules = [f"{pattern}: {policy}" for pattern, policy in self.overrides]
+        rules = [f"{pattern}: {policy._text(size)}" for pattern, policy in self.overrides]
         return "; ".join(["+".join(terms) or "none", *rules])
 
-    def describe(self) -> str:
-        """As `str`, with sizes for people."""
-        text = str(self)
-        return text if self.host_limit is None else text.replace(str(self.host_limit), format_bytes(self.host_limit))
+    def _store_settings(self, size: Callable[[int], str]) -> list[str]:
+        settings = [] if self.host_limit is None else [f"host={size(self.host_limit)}"]
+        if self.disk is not None:
+            settings.append(f"disk={self.disk}")
+        elif self.offload == "disk":
+            settings.append("disk")
+        if self.disk_limit is not None:
+            settings.append(f"limit={size(self.disk_limit)}")
+        return [*settings, *(name for name in ("verify", "tmpfs") if getattr(self, name))]
 
 
 def _from_string(text: str) -> Policy:
@@ -175,6 +230,13 @@ def _terms(text: str, whole: str) -> dict[str, Any]:
             continue
         for setting in settings:
             fields |= _setting(match["word"], setting, whole)
+        names = [setting.partition("=")[0].strip() for setting in settings]
+        if "disk" in names and "host" not in names:
+            fields["offload"] = "disk"
+        elif "disk" in names and not fields.get("disk"):
+            raise InvalidValueError(
+                f"policy {whole!r}: offload to host and disk needs offload(host=8GiB, disk=/scratch)"
+            )
     return fields
 
 
@@ -204,12 +266,25 @@ def _setting(word: str, setting: str, whole: str) -> dict[str, Any]:
         if not value.isdigit():
             raise InvalidValueError(f"{name} in policy {whole!r} must be a whole number, got {value!r}")
         return {"every": int(value)}
-    if _WORDS[word].get("offload") and name == "host":
-        return {"host_limit": parse_bytes(value)} if value else {}
-    if _WORDS[word].get("offload") and name == "disk":
-        raise InvalidValueError(f"{setting!r} in policy {whole!r}: the disk tier is not in this version of Lowtide")
-    known = [n for n, f in (("every", "recompute"), ("host", "offload")) if _WORDS[word].get(f)]
+    if _WORDS[word].get("offload") and name in _STORE_SETTINGS:
+        return _store_setting(name, value, whole)
+    known = ["every"] if _WORDS[word].get("recompute") else []
+    known += _STORE_SETTINGS if _WORDS[word].get("offload") else []
     raise InvalidValueError(f"policy {whole!r}: {_unknown(name, known, f'setting of {word}')}")
+
+
+_STORE_SETTINGS = ("host", "disk", "limit", "verify", "tmpfs")
+
+
+def _store_setting(name: str, value: str, whole: str) -> dict[str, Any]:
+    """`offload(host=8GiB, disk=/scratch, limit=1TB, verify)`: sizes and a directory by value, switches by name."""
+    if name == "disk":
+        return {"disk": value} if value else {}
+    if name in ("host", "limit"):
+        return {{"host": "host_limit", "limit": "disk_limit"}[name]: parse_bytes(value)} if value else {}
+    if value.lower() not in ("", "true", "false"):
+        raise InvalidValueError(f"{name} in policy {whole!r} is true or false, got {value!r}")
+    return {name: value.lower() != "false"}
 
 
 def _from_mapping(mapping: Mapping[str, Any]) -> Policy:
@@ -257,6 +332,8 @@ _OWN_FIELDS: dict[str, Callable[[Any], Any]] = {
     "overrides": _rules,
     "offload": _place,
     "host_limit": lambda value: None if value is None else parse_bytes(value),
+    "disk_limit": lambda value: None if value is None else parse_bytes(value),
+    "disk": lambda value: None if value is None else os.fspath(value),
     "tile": _parts_to_tile,
     "tile_tokens": _tokens,
     "loss_tokens": _tokens,

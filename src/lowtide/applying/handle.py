@@ -26,7 +26,7 @@ from lowtide.losses.head_loss import count_classes
 from lowtide.measure import RegionLedger, TileLedger
 from lowtide.policy import Policy
 from lowtide.regions import Region, find_head, find_mlps, find_regions
-from lowtide.stores import HostStore
+from lowtide.stores import HostStore, Usage, store_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ class Applied:
         self.policy = policy
         self.strict = strict
         self._regions = [(region.name, weakref.ref(region.module), region.index) for region in regions]
-        self._store = HostStore(policy.host_limit) if _offloads(policy, regions) else None
+        self._store = store_for(policy) if _offloads(policy, regions) else None
         self._ledgers: list[tuple[RegionLedger, Policy]] = []
         self._tiles: list[TileLedger] = []
         self._seams: list[weakref.ref[Seam]] = []  # their modules hold them, and they hold this
@@ -102,13 +102,12 @@ class Applied:
 
     def report(self) -> Report:
         """What happened so far, per region."""
+        usage = self._store.usage() if self._store else Usage()
         return Report(
             policy=self.policy.describe(),
             regions=[RegionReport.of(ledger, str(policy)) for ledger, policy in self._ledgers],
             tiles=[dataclasses.replace(ledger) for ledger in self._tiles],
-            host_bytes=self._store.bytes_used if self._store else 0,
-            peak_host_bytes=self._store.peak_bytes if self._store else 0,
-            seconds_waited=self._store.seconds_waited if self._store else 0.0,
+            **{field.name: getattr(usage, field.name) for field in dataclasses.fields(usage)},
         )
 
     def remove(self) -> None:
@@ -230,13 +229,14 @@ def _offloads(policy: Policy, regions: list[Region]) -> bool:
 
 def _check_device(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
     """Host offload frees nothing if there is no accelerator to offload from. The model may still be moved to one."""
-    if not _offloads(policy, regions) or torch.accelerator.is_available():
+    if policy.offload == "disk" or not _offloads(policy, regions) or torch.accelerator.is_available():
         return
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cpu":
         raise OffloadError(
             f"policy {policy.describe()!r} offloads to the host, and {type(model).__name__} is on the CPU with no "
-            "accelerator here: its activations are in host memory already. Use 'recompute', or the disk tier"
+            "accelerator here: its activations are in host memory already. Use 'recompute', or the disk tier: "
+            "'recompute+offload(disk=/a/directory)'"
         )
 
 

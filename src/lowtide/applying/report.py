@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lowtide.measure import RegionLedger, TileLedger
+    from lowtide.stores import DiskUsage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Report:
     peak_host_bytes: int
     seconds_waited: float
     """How long compute waited for copies."""
+    pageable_bytes: int = 0
+    """Bytes of host memory that could not be pinned: their copies do not overlap with compute."""
+    disk: DiskUsage | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -63,6 +67,8 @@ class Report:
             "host_bytes": self.host_bytes,
             "peak_host_bytes": self.peak_host_bytes,
             "seconds_waited": self.seconds_waited,
+            "disk_bytes": self.disk.bytes if self.disk else 0,
+            "peak_disk_bytes": self.disk.peak_bytes if self.disk else 0,
         }
 
     def to_json(self) -> str:
@@ -89,9 +95,25 @@ class Report:
             f"  host memory {format_bytes(self.host_bytes)} now, {format_bytes(self.peak_host_bytes)} at the peak; "
             f"compute waited {self.seconds_waited * 1e3:.1f} ms for copies"
         )
+        if self.disk is not None:
+            lines.append(f"  {_disk_line(self.disk)}")
+        if self.pageable_bytes:
+            lines.append(
+                f"  {format_bytes(self.pageable_bytes)} of host memory could not be pinned: copies of it do not overlap"
+            )
         if declined:
-            lines.append(f"  {format_bytes(declined)} found no room in host memory and stayed on the device")
+            place = "host memory" if self.disk is None else f"the disk (limit {format_bytes(self.disk.limit)})"
+            lines.append(f"  {format_bytes(declined)} found no room in {place} and stayed where they were")
         return "\n".join(lines)
+
+
+def _disk_line(disk: DiskUsage) -> str:
+    kind = "direct I/O" if disk.direct else "buffered I/O, for the file system allows no direct I/O"
+    return (
+        f"disk {disk.directory}: {format_bytes(disk.bytes)} now, {format_bytes(disk.peak_bytes)} at the peak, "
+        f"{format_bytes(disk.written_bytes)} written, {format_bytes(disk.read_bytes)} read; {kind}"
+        f"{', checksums compared' if disk.verify else ''}"
+    )
 
 
 _NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$")

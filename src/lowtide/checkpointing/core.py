@@ -112,7 +112,9 @@ def as_schedule(offload: Literal["host"] | Store | Schedule | None) -> Schedule 
         return offload.__dict__.setdefault("_schedule", Schedule(offload))  # type: ignore[no-any-return]
     if offload == "host":
         return Schedule(HostStore(), alone=True)
-    raise InvalidValueError(f'offload must be "host", a store or None, got {offload!r}')
+    raise InvalidValueError(
+        f'offload must be "host", a store such as lowtide.DiskStore("/a/directory"), or None, got {offload!r}'
+    )
 
 
 def is_inside_checkpoint() -> bool:

@@ -215,7 +215,7 @@ class Call:
             return False
         if isinstance(tensor._base, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
             return False
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and not self._schedule.store.takes_host_tensors:
             self._on_host = tensor  # a side table is fine; a region with nothing else cannot be offloaded
             return False
         return self._skip is None or not self._skip(tensor)

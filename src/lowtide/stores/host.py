@@ -70,8 +70,9 @@ class HostStore(Store):
     name = "host"
 
     def __init__(self, limit: int | str | None = None) -> None:
+        self.limit = None if limit is None else parse_bytes(limit)
         self._memory = HostMemory()
-        self._pool = SlabPool(None if limit is None else parse_bytes(limit), allocate=self._memory)
+        self._pool = SlabPool(self.limit, allocate=self._memory)
         self._lock = threading.Lock()
         self.lanes = LanesOfDevices()
         self.waits = Waits()
@@ -80,11 +81,11 @@ class HostStore(Store):
         if tensor.device.type == "cpu":
             raise OffloadError(
                 "offload to the host was asked for a model on the CPU: its activations are in host memory already, so "
-                "nothing would be freed. Use recompute alone, or the disk tier"
+                "nothing would be freed. Use recompute alone, or the disk tier: offload(disk=/a/directory)"
             )
 
     def put(self, raw: torch.Tensor) -> Stored:
-        return _HostStored(self, raw)
+        return HostStored(self, raw)
 
     @property
     def bytes_used(self) -> int:
@@ -138,7 +139,7 @@ class _Arrived(NamedTuple):
     """Those that have waited."""
 
 
-class _HostStored(Stored):
+class HostStored(Stored):
     """Held on the device, in flight, away, or on its way back."""
 
     def __init__(self, store: HostStore, raw: torch.Tensor) -> None:
@@ -235,6 +236,16 @@ class _HostStored(Stored):
             for host, device in self._parts(raw):
                 device.copy_(host, non_blocking=True)
         return _Arriving(raw, lane.record_event(), owner)
+
+    def on_host(self) -> tuple[list[torch.Tensor], torch.Event | None]:
+        """The pinned memory, piece by piece, and the event after which it holds the bytes."""
+        nothing = torch.empty(self.nbytes, dtype=torch.uint8, device="meta")
+        return [host for host, _ in self._parts(nothing)], self._copied
+
+    def vacate(self) -> None:
+        """Another tier holds the bytes now."""
+        pieces, self._pieces = self._pieces, []
+        self._store.give_back(pieces)
 
     def _parts(self, raw: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The pieces of pinned memory, each with its part of the device's bytes."""

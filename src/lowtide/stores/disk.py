@@ -1,0 +1,309 @@
+"""The disk tier: saved tensors wait in a private file.
+
+The tensor's own memory is given back only when its bytes are written, so a write that fails loses nothing: the step
+ends with an error in forward, and no gradient is made of bytes that are not there. What comes back is complete, and
+compared with its checksum if `verify` says so, before anybody sees it.
+
+It works with the model on an accelerator (through pinned buffers), and with the model on the CPU, where it frees what
+the process holds. Threads move the bytes; compute waits for them only if the disk is slower than one region's forward,
+or one region's backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lowtide.errors import InvalidValueError, StoreError
+from lowtide.stores.base import DiskUsage, Store, Stored, Usage
+from lowtide.stores.directory import free_bytes
+from lowtide.stores.lanes import keep_for
+from lowtide.stores.memory import PAGE, page_aligned, round_up
+from lowtide.stores.restored import Restored
+from lowtide.stores.scratch import ScratchFile
+from lowtide.stores.transfers import Block, Load, Save, Workers, in_blocks
+from lowtide.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lowtide.stores.transfers import Transfer
+
+BLOCK_BYTES = 16 * 1024**2
+THREADS = 2
+
+
+class _Home(NamedTuple):
+    """What belongs to one process: a forked child must neither write to its parent's file nor wait for its threads."""
+
+    process: int
+    file: ScratchFile
+    workers: Workers
+
+
+class DiskStore(Store):
+    """Files in `directory`, up to `limit` bytes for this process (a number, or a string such as `"200GiB"`).
+
+    Without a limit it is this process's share of what is free now: the processes of a node that torchrun started
+    (`LOCAL_WORLD_SIZE`) share it equally. `verify` compares all that is read with a checksum. `tmpfs` allows a
+    directory in memory. `threads` move blocks of `block` bytes, and hold one such buffer each.
+    """
+
+    name = "disk"
+    takes_host_tensors = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        limit: int | str | None = None,
+        verify: bool = False,
+        tmpfs: bool = False,
+        threads: int = THREADS,
+        block: int | str = BLOCK_BYTES,
+    ) -> None:
+        self.directory = Path(directory).expanduser().absolute()
+        self.verify = verify
+        self.block = parse_bytes(block)
+        self._tmpfs, self._threads = tmpfs, threads
+        if threads < 1 or self.block < PAGE or self.block % PAGE:
+            raise InvalidValueError(
+                f"a disk store needs 1 thread or more, and blocks in multiples of {PAGE} bytes, got {threads} threads "
+                f"and blocks of {self.block}"
+            )
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._wanted = None if limit is None else parse_bytes(limit)
+        self._home = self._settle_down()
+
+    def _settle_down(self) -> _Home:
+        file = ScratchFile(self.directory, 0, tmpfs=self._tmpfs)
+        file.limit = fair_share(self.directory, self._wanted)
+        return _Home(os.getpid(), file, Workers(self._threads))
+
+    @property
+    def home(self) -> _Home:
+        """This process's file and threads: a child that was forked gets its own."""
+        if self._home.process != os.getpid():
+            self._lock = threading.Lock()  # the other may have been held when the process was forked
+            self._home = self._settle_down()
+        return self._home
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Any tensor can be put on a disk."""
+
+    def put(self, raw: torch.Tensor) -> Stored:
+        return DiskStored(self, raw.nbytes, raw.dtype, raw.device, raw)
+
+    @property
+    def bytes_used(self) -> int:
+        return self.home.file.used
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.home.file.peak
+
+    @property
+    def seconds_waited(self) -> float:
+        return self._seconds
+
+    def usage(self) -> Usage:
+        _, file, workers = self.home
+        disk = DiskUsage(
+            directory=str(self.directory),
+            bytes=file.used,
+            peak_bytes=file.peak,
+            limit=file.limit,
+            written_bytes=file.written,
+            read_bytes=file.read_back,
+            direct=file.direct,
+            verify=self.verify,
+        )
+        return Usage(
+            host_bytes=workers.staging.bytes,
+            peak_host_bytes=workers.staging.peak,
+            pageable_bytes=workers.staging.pageable_bytes,
+            seconds_waited=self.seconds_waited,
+            disk=disk,
+        )
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts how long this takes."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds += time.perf_counter() - start
+
+
+def fair_share(directory: Path, limit: int | None) -> int:
+    """The most bytes for this process; all processes of this node together must find room now."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = free_bytes(directory)
+    if limit is None:
+        return free // ranks
+    if limit * ranks > free:
+        each = f" for each of {ranks} processes on this node" if ranks > 1 else ""
+        raise StoreError(
+            f"disk store: a limit of {format_bytes(limit)}{each} was asked for, and {format_bytes(free)} are free in "
+            f"{directory}. Remedy: a lower limit, free space, or another directory"
+        )
+    return limit
+
+
+class _Arriving(NamedTuple):
+    """Bytes on their way back."""
+
+    raw: torch.Tensor
+    transfer: Transfer
+    owner: torch.Stream | None
+
+
+class DiskStored(Stored):
+    """Held in memory, being written, in the file, or on its way back."""
+
+    def __init__(
+        self, store: DiskStore, nbytes: int, dtype: torch.dtype, device: torch.device, raw: torch.Tensor | None
+    ) -> None:
+        self._store, self._home = store, store.home
+        self._raw = raw
+        """The tensor, until it is written. None from the start: a nearer tier holds the bytes meanwhile."""
+        self._dtype, self._device = dtype, device
+        self._owner = _current_stream(device)
+        self._blocks: list[Block] = []
+        self._writing: Transfer | None = None
+        self._arriving: _Arriving | None = None
+        self._restored: Restored | None = None
+        self._fetched = 0
+        self._was_fetched = False
+        self.nbytes = nbytes
+
+    @property
+    def is_away(self) -> bool:
+        return self._raw is None
+
+    def start(self) -> bool:
+        if self._writing is not None or self._raw is None:
+            return True
+        ready = None if self._owner is None else self._owner.record_event()
+        return self.write([self._raw], ready)
+
+    def write(self, sources: list[torch.Tensor], ready: torch.Event | None) -> bool:
+        """Begin to write the bytes of these flat tensors, as soon as `ready` has come. False: there is no room."""
+        self._check_process()
+        parts = [part for source in sources for part in in_blocks(source, self._store.block)]
+        extents = self._home.file.take([part.nbytes for part in parts])
+        if extents is None:
+            return False
+        self._blocks = [
+            Block(self._home.file, extent, part.nbytes) for extent, part in zip(extents, parts, strict=True)
+        ]
+        staging, verify = self._home.workers.staging, self._store.verify
+        self._writing = self._home.workers.run(
+            [Save(staging, *pair, ready, verify=verify) for pair in zip(self._blocks, parts, strict=True)]
+        )
+        return True
+
+    def wait_until_written(self) -> None:
+        if self._writing is not None:
+            try:
+                with self._store.waiting():
+                    self._writing.wait()
+            except Exception:
+                self._writing = None  # nothing is lost: another `start` tries again
+                raise
+
+    def settle(self) -> None:
+        if self._writing is None or self._raw is None:
+            return
+        self.wait_until_written()
+        if self._owner is not None:
+            keep_for(self._raw, self._owner)
+        self._raw = None
+
+    def prefetch(self) -> None:
+        if self._raw is None and self._arriving is None and not self._was_fetched:
+            with contextlib.suppress(torch.OutOfMemoryError):  # it was only early: `get` fetches it, or raises
+                self._arriving = self._fetch()
+
+    def get(self) -> torch.Tensor:
+        if self._raw is not None:
+            return self._raw
+        restored = None if self._restored is None else self._restored.get()
+        if restored is None:
+            return self._arrived()
+        current = _current_stream(self._device)
+        if current is not None:
+            restored.record_stream(current)
+        return restored
+
+    def take_fetched(self) -> int:
+        fetched, self._fetched = self._fetched, 0
+        return fetched
+
+    def _arrived(self) -> torch.Tensor:
+        arriving = self._arriving or self._fetch()
+        try:
+            with self._store.waiting():
+                arriving.transfer.wait()
+        finally:
+            self._arriving = None  # a failure is told once, and another `get` tries again
+        current = _current_stream(self._device)
+        if current is not None and current != arriving.owner:  # allocated while another stream was current
+            arriving.raw.record_stream(current)
+        self._restored = Restored(arriving.raw)
+        return arriving.raw
+
+    def _fetch(self) -> _Arriving:
+        self._check_process()
+        sizes = [block.size for block in self._blocks]
+        if self._device.type == "cpu":
+            memory = page_aligned(round_up(self.nbytes))
+            raw, parts, owner, ready = memory[: self.nbytes].view(self._dtype), _in_pages(memory, sizes), None, None
+        else:
+            raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
+            owner = torch.accelerator.current_stream(self._device)
+            parts, ready = (
+                list(torch.split(raw.view(torch.uint8), sizes)),
+                owner.record_event(),
+            )  # the memory may be that of a running kernel
+        self._was_fetched = True
+        self._fetched += self.nbytes
+        staging = self._home.workers.staging
+        tasks = [Load(staging, block, part, ready) for block, part in zip(self._blocks, parts, strict=True)]
+        del parts
+        return _Arriving(raw, self._home.workers.run(tasks), owner)
+
+    def _check_process(self) -> None:
+        if self._home.process != os.getpid():
+            raise StoreError(
+                f"disk store in {self._store.directory}: {format_bytes(self.nbytes)} were saved by process "
+                f"{self._home.process}, and this is process {os.getpid()}, which was forked from it: its threads are "
+                "not here. Remedy: run forward and backward in the same process"
+            )
+
+    def __del__(self) -> None:
+        """The graph died. Tasks that have begun hold what they need, and come to their end."""
+        if self._home.process != os.getpid():
+            return
+        if self._writing is not None:
+            self._writing.cancel()
+        if self._arriving is not None:
+            self._arriving.transfer.cancel()
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def _in_pages(memory: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Each block's part in whole pages: only the last one is not a multiple of them already."""
+    return list(torch.split(memory, [round_up(size) for size in sizes]))
