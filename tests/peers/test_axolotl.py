@@ -128,7 +128,7 @@ def refused(rank: int, settings: dict) -> None:
     ("settings", "says"),
     [
         ({"lowtide": "recompute", "gradient_checkpointing": True}, "InvalidValueError.*leave one of them out"),
-        ({"gradient_checkpointing": True, "activation_offloading": "disk"}, "InvalidValueError.*no disk tier"),
+        ({"gradient_checkpointing": True, "activation_offloading": "disk"}, "InvalidValueError.*names no directory"),
         ({}, "InvalidValueError.*asks for nothing"),
     ],
     ids=str,

@@ -153,7 +153,7 @@ _FAULTS = (
         SpecifierSet("<0.20"),
         "activation_offloading: disk goes to the CPU",
         "The setting is accepted, and the activations stay in host memory.",
-        "count on host memory, not on the disk",
+        "use Lowtide's plugin with 'lowtide: recompute+offload(disk=/scratch)'",
     ),
 )
 

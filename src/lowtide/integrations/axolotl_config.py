@@ -106,8 +106,8 @@ def _spelled_out(config: Mapping[str, Any]) -> tuple[bool, Any]:
         offloading = older[checkpointing]
     if offloading == "disk":
         raise InvalidValueError(
-            "axolotl's activation_offloading: disk cannot be honoured: this version of Lowtide has no disk tier (and "
-            f"axolotl's own goes to host memory). Write '{KEY}: recompute+offload'"
+            "axolotl's activation_offloading: disk names no directory (and axolotl's own goes to host memory). Write "
+            f"'{KEY}: recompute+offload(disk=/scratch)', with a directory on a local disk"
         )
     if offloading and not checkpointing:
         raise InvalidValueError(
