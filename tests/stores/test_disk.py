@@ -214,7 +214,9 @@ class TestUnderAPolicy:
     def model(self, device):
         torch.manual_seed(0)
         layers = [torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))] * 1
-        layers += [torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)) for _ in "123"]
+        layers += [
+            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)) for _ in "123"
+        ]
         return torch.nn.Sequential(*layers).to(device)
 
     def step(self, model):

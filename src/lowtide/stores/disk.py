@@ -170,6 +170,8 @@ class _Arriving(NamedTuple):
 class DiskStored(Stored):
     """Held in memory, being written, in the file, or on its way back."""
 
+    _is_made = False  # an interrupt may come while it is made
+
     def __init__(
         self, store: DiskStore, nbytes: int, dtype: torch.dtype, device: torch.device, raw: torch.Tensor | None
     ) -> None:
@@ -185,6 +187,7 @@ class DiskStored(Stored):
         self._fetched = 0
         self._was_fetched = False
         self.nbytes = nbytes
+        self._is_made = True
 
     @property
     def is_away(self) -> bool:
@@ -193,12 +196,13 @@ class DiskStored(Stored):
     def start(self) -> bool:
         if self._writing is not None or self._raw is None:
             return True
+        if self._is_anothers:
+            return False
         ready = None if self._owner is None else self._owner.record_event()
         return self.write([self._raw], ready)
 
     def write(self, sources: list[torch.Tensor], ready: torch.Event | None) -> bool:
         """Begin to write the bytes of these flat tensors, as soon as `ready` has come. False: there is no room."""
-        self._check_process()
         parts = [part for source in sources for part in in_blocks(source, self._store.block)]
         extents = self._home.file.take([part.nbytes for part in parts])
         if extents is None:
@@ -222,7 +226,7 @@ class DiskStored(Stored):
                 raise
 
     def settle(self) -> None:
-        if self._writing is None or self._raw is None:
+        if self._writing is None or self._raw is None or self._is_anothers:
             return
         self.wait_until_written()
         if self._owner is not None:
@@ -230,13 +234,19 @@ class DiskStored(Stored):
         self._raw = None
 
     def prefetch(self) -> None:
-        if self._raw is None and self._arriving is None and not self._was_fetched:
+        if self._raw is None and self._arriving is None and not self._was_fetched and not self._is_anothers:
             with contextlib.suppress(torch.OutOfMemoryError):  # it was only early: `get` fetches it, or raises
                 self._arriving = self._fetch()
 
     def get(self) -> torch.Tensor:
         if self._raw is not None:
             return self._raw
+        if self._is_anothers:
+            raise StoreError(
+                f"disk store in {self._store.directory}: {format_bytes(self.nbytes)} were saved by process "
+                f"{self._home.process}, and this is process {os.getpid()}, which was forked from it: its threads are "
+                "not here. Remedy: run forward and backward in the same process"
+            )
         restored = None if self._restored is None else self._restored.get()
         if restored is None:
             return self._arrived()
@@ -263,7 +273,6 @@ class DiskStored(Stored):
         return arriving.raw
 
     def _fetch(self) -> _Arriving:
-        self._check_process()
         sizes = [block.size for block in self._blocks]
         if self._device.type == "cpu":
             memory = page_aligned(round_up(self.nbytes))
@@ -282,17 +291,14 @@ class DiskStored(Stored):
         del parts
         return _Arriving(raw, self._home.workers.run(tasks), owner)
 
-    def _check_process(self) -> None:
-        if self._home.process != os.getpid():
-            raise StoreError(
-                f"disk store in {self._store.directory}: {format_bytes(self.nbytes)} were saved by process "
-                f"{self._home.process}, and this is process {os.getpid()}, which was forked from it: its threads are "
-                "not here. Remedy: run forward and backward in the same process"
-            )
+    @property
+    def _is_anothers(self) -> bool:
+        """Whether this process was forked from the one that put it here, whose threads move it."""
+        return self._home.process != os.getpid()
 
     def __del__(self) -> None:
         """The graph died. Tasks that have begun hold what they need, and come to their end."""
-        if self._home.process != os.getpid():
+        if not self._is_made or self._is_anothers:
             return
         if self._writing is not None:
             self._writing.cancel()

@@ -112,15 +112,6 @@ class HostStore(Store):
         with self._lock:
             return self._pool.take(size, device)
 
-    def give_back(self, pieces: list[Piece]) -> None:
-        """Safe in destructors: it waits for no lock. If another thread has it, that one's next call does the rest."""
-        self._pool.give_back(pieces)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._pool.collect()
-            finally:
-                self._lock.release()
-
 
 class _Arriving(NamedTuple):
     """A copy back to the device."""
@@ -142,18 +133,22 @@ class _Arrived(NamedTuple):
 class HostStored(Stored):
     """Held on the device, in flight, away, or on its way back."""
 
+    _is_made = False  # an interrupt may come while it is made
+
     def __init__(self, store: HostStore, raw: torch.Tensor) -> None:
         self._store = store
         self._raw: torch.Tensor | None = raw
         self._dtype, self._device = raw.dtype, raw.device
         self._owner = torch.accelerator.current_stream(raw.device)
         self._pieces: list[Piece] = []
+        self._has_begun = False
         self._copied: torch.Event | None = None
         self._arriving: _Arriving | None = None
         self._restored: _Arrived | None = None
         self._fetched = 0
         self._was_fetched = False
         self.nbytes = raw.nbytes
+        self._is_made = True
 
     @property
     def is_away(self) -> bool:
@@ -170,6 +165,7 @@ class HostStored(Stored):
             self._pieces = pieces
         lane, back = self._store.lanes.of(self._device)
         lane.wait_stream(self._owner)
+        self._has_begun = True
         lane.wait_stream(back)  # the pieces may be those that a copy back still reads
         with lane:
             for host, device in self._parts(self._raw):
@@ -244,8 +240,7 @@ class HostStored(Stored):
 
     def vacate(self) -> None:
         """Another tier holds the bytes now."""
-        pieces, self._pieces = self._pieces, []
-        self._store.give_back(pieces)
+        self._pieces.clear()
 
     def _parts(self, raw: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The pieces of pinned memory, each with its part of the device's bytes."""
@@ -258,9 +253,13 @@ class HostStored(Stored):
 
     def __del__(self) -> None:
         """The graph died. Device memory under a copy is given back in order; so are the pieces."""
+        if not self._is_made:
+            return
         try:
+            if self._has_begun and self._copied is None:  # interrupted in between
+                self._owner.wait_stream(self._store.lanes.of(self._device).to_host)
             self.settle()
             if self._arriving is not None:
                 self._arriving.owner.wait_event(self._arriving.done)
         finally:
-            self._store.give_back(self._pieces)
+            self._pieces.clear()

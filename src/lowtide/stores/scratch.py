@@ -3,15 +3,10 @@
 The file has no name from the start (O_TMPFILE), or loses it at once: nothing outlives the process, however it ends. It
 is opened for direct I/O where the file system allows it. Its space is used again and again, and given back when the
 store dies.
-
-[Note: interrupted cuts] Who holds an `Extent` owns its bytes, and they are free when it dies. A KeyboardInterrupt may
-come between any two steps of a cut, so a cut that was not finished is noticed by the next one, which then works out
-anew, from the extents that live, what is free.
 """
 
 from __future__ import annotations
 
-import collections
 import errno
 import os
 import tempfile
@@ -23,29 +18,18 @@ from typing import TYPE_CHECKING
 from lowtide.errors import StoreError
 from lowtide.stores.directory import free_bytes, opened, remedy
 from lowtide.stores.memory import PAGE, page_aligned, round_up
-from lowtide.stores.ranges import FreeRanges
+from lowtide.stores.ranges import Ground
 from lowtide.stores.views import buffer_of
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lowtide.stores.ranges import Cut
+
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _FLAGS = os.O_RDWR | os.O_CLOEXEC
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-
-
-class Extent:
-    """A run of bytes of a file; free again when nobody holds this."""
-
-    __slots__ = ("__weakref__", "_returned", "end", "start")
-
-    def __init__(self, start: int, end: int, returned: collections.deque[tuple[int, int]]) -> None:
-        self.start, self.end = start, end
-        self._returned = returned
-
-    def __del__(self) -> None:
-        self._returned.append((self.start, self.end))
 
 
 class ScratchFile:
@@ -55,11 +39,7 @@ class ScratchFile:
         self.directory = directory
         self.limit = limit
         self._lock = threading.Lock()
-        self._returned: collections.deque[tuple[int, int]] = collections.deque()
-        self._living: weakref.WeakSet[Extent] = weakref.WeakSet()
-        self._free = FreeRanges()
-        self._size = self._used = 0
-        self._is_cutting = False
+        self._ground = Ground()
         self.peak = self.written = self.read_back = 0
         self._handle, self.direct = _open(directory, tmpfs=tmpfs)
         self._close = weakref.finalize(self, os.close, self._handle)
@@ -68,75 +48,33 @@ class ScratchFile:
     def used(self) -> int:
         """Bytes in extents that are held."""
         with self._lock:
-            self._begin()
-            self._is_cutting = False
-            return self._used
+            return self._ground.used
 
-    def take(self, sizes: list[int]) -> list[Extent] | None:
+    def take(self, sizes: list[int]) -> list[Cut] | None:
         """Extents of these sizes, in whole pages; nothing if the limit does not allow all of them."""
+        extents = []
         with self._lock:
-            self._begin()
-            wanted = [round_up(size) for size in sizes]
-            extents = None if self._used + sum(wanted) > self.limit else self._cut_all(wanted)
-            self.peak = max(self.peak, self._used)
-            self._is_cutting = False
-            return extents
+            for size in map(round_up, sizes):
+                extent = self._ground.cut(size)
+                if extent is None and self._ground.grow(size, self.limit):
+                    extent = self._ground.cut(size)
+                if extent is None:
+                    return None  # what was cut is free again as the list dies
+                extents.append(extent)
+            self.peak = max(self.peak, self._ground.used)
+        return extents
 
-    def write(self, extent: Extent, memory: memoryview) -> None:
+    def write(self, extent: Cut, memory: memoryview) -> None:
         """Fill an extent with whole pages that begin at a page."""
         self._move(os.pwritev, extent, memory, "write")
         self.written += len(memory)
 
-    def read(self, extent: Extent, memory: memoryview) -> None:
+    def read(self, extent: Cut, memory: memoryview) -> None:
         """Fill whole pages that begin at a page from an extent."""
         self._move(os.preadv, extent, memory, "read")
         self.read_back += len(memory)
 
-    def _begin(self) -> None:
-        if self._is_cutting:  # see [Note: interrupted cuts]
-            self._work_out_anew()
-        self._is_cutting = True
-        while self._returned:
-            start, end = self._returned.popleft()
-            self._free.give_back(start, end)
-            self._used -= end - start
-
-    def _cut_all(self, sizes: list[int]) -> list[Extent] | None:
-        extents = []
-        for size in sizes:
-            start = self._free.cut(size)
-            if start is None:
-                start = self._grow(size)
-            if start is None:
-                return None  # what was cut goes back as the list dies
-            extent = Extent(start, start + size, self._returned)
-            self._living.add(extent)
-            self._used += size
-            extents.append(extent)
-        return extents
-
-    def _grow(self, size: int) -> int | None:
-        """Bytes at the end, those that are free there included."""
-        start = self._size
-        if self._free.ranges and self._free.ranges[-1][1] == self._size:
-            start = self._free.ranges[-1][0]
-        if start + size > self.limit:
-            return None
-        if start < self._size:
-            self._free.ranges.pop()
-        self._size = start + size
-        return start
-
-    def _work_out_anew(self) -> None:
-        self._returned.clear()
-        living = sorted((extent.start, extent.end) for extent in self._living)
-        self._size = max((end for _, end in living), default=0)
-        self._used = sum(end - start for start, end in living)
-        ends = [0, *(end for _, end in living)]
-        starts = [*(start for start, _ in living), self._size]
-        self._free = FreeRanges(*zip(ends, starts, strict=True))
-
-    def _move(self, call: Callable[..., int], extent: Extent, memory: memoryview, verb: str) -> None:
+    def _move(self, call: Callable[..., int], extent: Cut, memory: memoryview, verb: str) -> None:
         """All of it, or an error. A call may move less than it was asked for; direct I/O goes on at a whole page."""
         done = 0
         while done < len(memory):
@@ -153,14 +91,14 @@ class ScratchFile:
         if not self.direct and hasattr(os, "posix_fadvise"):  # starts to write dirty pages, forgets clean ones
             os.posix_fadvise(self._handle, extent.start, done, os.POSIX_FADV_DONTNEED)
 
-    def _fault(self, verb: str, extent: Extent, what: str | None, cure: str) -> StoreError:
+    def _fault(self, verb: str, extent: Cut, what: str | None, cure: str) -> StoreError:
         try:
             free = format_bytes(free_bytes(self.directory))
         except OSError:  # the directory may be gone, which does not matter to the file
             free = "an unknown amount"
         return StoreError(
             f"disk store in {self.directory}: could not {verb} {format_bytes(extent.end - extent.start)} at "
-            f"{extent.start}: {what} ({format_bytes(self._used)} in use of at most {format_bytes(self.limit)}, {free} "
+            f"{extent.start}: {what} ({format_bytes(self.used)} in use of at most {format_bytes(self.limit)}, {free} "
             f"free on the disk). Remedy: {cure}"
         )
 

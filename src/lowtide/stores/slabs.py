@@ -9,18 +9,20 @@ small ones share one. A slab goes back to torch (which caches it) when nothing i
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING
 
 from lowtide.errors import InvalidValueError
 from lowtide.stores.memory import PAGE, HostMemory, round_up
-from lowtide.stores.ranges import FreeRanges
+from lowtide.stores.ranges import Ground
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from lowtide.stores.ranges import Cut
 
 ALIGNMENT = PAGE  # a page: buffers that share none can be told apart by page protection
 SLAB_BYTES = (4 * 1024**2, 256 * 1024**2)
@@ -31,20 +33,23 @@ SLAB_BYTES = (4 * 1024**2, 256 * 1024**2)
 class _Slab:
     memory: torch.Tensor
     device: torch.device
-    free: FreeRanges
-
-    @property
-    def is_empty(self) -> bool:
-        return self.free.ranges == [(0, self.memory.numel())]
+    ground: Ground
 
 
 @dataclasses.dataclass(eq=False)
 class Piece:
-    """A cut of a slab."""
+    """A cut of a slab; free again when nobody holds it."""
 
     slab: _Slab
-    start: int
-    end: int
+    cut: Cut
+
+    @property
+    def start(self) -> int:
+        return self.cut.start
+
+    @property
+    def end(self) -> int:
+        return self.cut.end
 
     def bytes(self, count: int) -> torch.Tensor:
         """Its first `count` bytes."""
@@ -54,7 +59,7 @@ class Piece:
 class SlabPool:
     """Hands out pieces of pinned memory up to a limit in bytes; None means no limit.
 
-    Not thread-safe: its owner locks. Only `give_back` may be called from anywhere, also from a destructor.
+    Not thread-safe: its owner locks. Only pieces may die anywhere, also in a destructor.
     """
 
     def __init__(
@@ -68,49 +73,44 @@ class SlabPool:
         self._limit = limit
         self._smallest, self._largest = slab_bytes
         self._allocate = allocate or HostMemory()
-        self._slabs: list[_Slab] = []
-        self._returned: collections.deque[Piece] = collections.deque()
-        self._used = 0
+        self._slabs: list[weakref.ref[_Slab]] = []
         self.peak = 0
 
     @property
     def used(self) -> int:
         """Bytes in pieces that are out."""
-        self.collect()
-        return self._used
+        return sum(slab.ground.used for slab in self._living())
 
     @property
     def reserved(self) -> int:
         """Bytes in slabs."""
-        self.collect()
-        return sum(slab.memory.numel() for slab in self._slabs)
+        return sum(slab.memory.numel() for slab in self._living())
 
     def take(self, size: int, device: torch.device) -> list[Piece] | None:
         """Pieces that hold `size` bytes of a device together, or nothing if the limit does not allow it."""
-        self.collect()
         pieces: list[Piece] = []
         while size > 0:
             part = min(size, self._next_slab())
             try:
                 piece = self._cut(round_up(part), device)
-            except RuntimeError:  # no pinned memory left: what was taken goes back first
-                self.give_back(pieces)
+            except RuntimeError:  # no memory left: what was taken goes back now, and not with the traceback
+                pieces.clear()
                 raise
             if piece is None:
-                self.give_back(pieces)
                 return None
             pieces.append(piece)
-            self._used += piece.end - piece.start
             size -= part
-        self.peak = max(self.peak, self._used)
+        self.peak = max(self.peak, self.used)
         return pieces
 
-    def give_back(self, pieces: list[Piece]) -> None:
-        """Return pieces; they are put in order at the next call."""
-        self._returned.extend(pieces)
+    def _living(self) -> list[_Slab]:
+        """Slabs that are used: their pieces hold them, and the pool does not."""
+        slabs = [slab for slab in (reference() for reference in self._slabs) if slab is not None]
+        self._slabs = [weakref.ref(slab) for slab in slabs]
+        return slabs
 
     def _next_slab(self) -> int:
-        size, reserved = self._smallest, sum(slab.memory.numel() for slab in self._slabs)
+        size, reserved = self._smallest, self.reserved
         while size < min(reserved, self._largest):
             size *= 2
         if self._limit is None:
@@ -119,26 +119,17 @@ class SlabPool:
         return max(ALIGNMENT, min(size, left // ALIGNMENT * ALIGNMENT))
 
     def _cut(self, size: int, device: torch.device) -> Piece | None:
-        for slab in self._slabs:
-            start = slab.free.cut(size) if slab.device == device else None
-            if start is not None:
-                return Piece(slab, start, start + size)
+        for slab in self._living():
+            cut = slab.ground.cut(size) if slab.device == device else None
+            if cut is not None:
+                return Piece(slab, cut)
         length = max(self._next_slab(), size)
-        if self._limit is not None and sum(s.memory.numel() for s in self._slabs) + length > self._limit:
+        if self._limit is not None and self.reserved + length > self._limit:
             return None
-        slab = _Slab(self._allocate(length), device, FreeRanges((size, length)))
-        self._slabs.append(slab)
-        return Piece(slab, 0, size)
-
-    def collect(self) -> None:
-        """Put returned pieces in order, and let go of empty slabs."""
-        if not self._returned:
-            return
-        while self._returned:
-            piece = self._returned.popleft()
-            piece.slab.free.give_back(piece.start, piece.end)
-            self._used -= piece.end - piece.start
-        self._slabs = [slab for slab in self._slabs if not slab.is_empty]
+        slab = _Slab(self._allocate(length), device, Ground(length))
+        self._slabs.append(weakref.ref(slab))
+        cut = slab.ground.cut(size)
+        return None if cut is None else Piece(slab, cut)  # a new slab always has room
 
 
 def pinned_for(used: int) -> int:

@@ -26,7 +26,8 @@ from lowtide.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lowtide.stores.scratch import Extent, ScratchFile
+    from lowtide.stores.ranges import Cut
+    from lowtide.stores.scratch import ScratchFile
 
 
 class Transfer:
@@ -103,7 +104,7 @@ class Block:
 
     __slots__ = ("checksum", "extent", "file", "size")
 
-    def __init__(self, file: ScratchFile, extent: Extent, size: int) -> None:
+    def __init__(self, file: ScratchFile, extent: Cut, size: int) -> None:
         self.file, self.extent, self.size = file, extent, size
         self.checksum: int | None = None
 

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+from faulty_disk import FaultyDisk
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """The disk, which works until a test says otherwise."""
+    return FaultyDisk(monkeypatch)
