@@ -34,6 +34,7 @@ lint: .venv/.dev
 
 bench: .venv/.dev .venv-peers/.ready
 	$(BIN)/python bench/run.py
+	$(BIN)/python -W ignore bench/disk.py
 	$(PEERS)/python bench/tiling.py
 
 test-peers: .venv-peers/.ready

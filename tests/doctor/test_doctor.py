@@ -107,6 +107,20 @@ def test_wsl_is_noticed(monkeypatch):
     assert "WSL2 limits pinned memory" in titles()
 
 
+def test_cpu_users_hear_of_the_allocator(monkeypatch):
+    said = "a process on the CPU seems to hold memory that it has freed"
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    (hazard,) = [hazard for hazard in examine().hazards if hazard.title == said]
+    assert hazard.remedy.startswith("start Python with MALLOC_MMAP_THRESHOLD_=262144")
+    assert hazard.severity is Severity.NOTE
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+    assert said not in titles()
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert said not in titles()
+
+
 def test_json_is_for_machines():
     result = doctor("--format", "json")
     report = json.loads(result.output)

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from test_torchrun import torchrun
 
+from lowtide.stores.directory import IN_MEMORY, file_system
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def python(script: str) -> str:
+def python(script: str, *arguments: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / script)]
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -49,6 +51,16 @@ def test_deepspeed_zero_3(monkeypatch):
     output = torchrun(EXAMPLES / "deepspeed_zero3.py", timeout=800)
     assert falls(re.findall(r"loss ([\d.]+)", output))
     assert "forwards 6, recomputes 6" in output
+
+
+def test_disk_tier(tmp_path):
+    if file_system(tmp_path.stat().st_dev) in IN_MEMORY:
+        pytest.skip("the directory for temporary files is in memory")
+    output = python("disk_tier.py", str(tmp_path))
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    boundary = 512 * 128 * 4 // 1024
+    assert f"disk {tmp_path}: 0 B now, {7 * boundary / 1024:.2f} MiB at the peak" in output
+    assert "checksums compared" in output
 
 
 def test_patched_framework():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import platform
 import sys
 from pathlib import Path
@@ -114,6 +115,20 @@ def _limits() -> Iterator[Hazard]:
             "The driver pins only a part of the machine's memory, and then fails.",
             "cap the host tier, or run on Linux itself",
         )
+    if _keeps_freed_memory():
+        yield Hazard(
+            Severity.NOTE,
+            "a process on the CPU seems to hold memory that it has freed",
+            "There is no accelerator here, and glibc keeps freed blocks of up to 32 MiB for itself: what recompute and "
+            "the disk tier free does not go back to the system, and a peak of resident memory says nothing.",
+            "start Python with MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=262144",
+        )
+
+
+def _keeps_freed_memory() -> bool:
+    if torch.accelerator.is_available() or platform.libc_ver()[0] != "glibc":
+        return False
+    return "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", "")
 
 
 @dataclasses.dataclass(frozen=True)
