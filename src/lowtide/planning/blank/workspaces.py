@@ -45,7 +45,13 @@ def _efficient_backward(args: tuple[Any, ...]) -> int:
     return int(batch * heads * rows * (width * accumulates + 1) * _FLOAT32)
 
 
+def _safe_softmax(args: tuple[Any, ...]) -> int:
+    """attention.cpp, `_safe_softmax`: a mask of the scores that are minus infinity, a byte each."""
+    return int(args[0].numel())
+
+
 _FORMULAS = {
+    aten._safe_softmax: _safe_softmax,
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
 }
