@@ -17,7 +17,12 @@ FAMILIES = ("llama", "qwen3", "qwen3_vl", "mixtral", "t5")
 TOKENS = 256
 _TEXT = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "use_cache": False, "vocab_size": 2048}
 _HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
-_VISION_TOKENS = {"image_token_id": 2040, "video_token_id": 2041, "vision_start_token_id": 2042, "vision_end_token_id": 2043}
+_VISION_TOKENS = {
+    "image_token_id": 2040,
+    "video_token_id": 2041,
+    "vision_start_token_id": 2042,
+    "vision_end_token_id": 2043,
+}
 
 
 def _config(family: str) -> Any:

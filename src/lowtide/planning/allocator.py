@@ -9,7 +9,6 @@ allocates on the compute stream alone. `expandable_segments` join across segment
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,19 +23,8 @@ _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
 _OWN_SEGMENT_FROM = 10 * MIB
 
 
-@dataclasses.dataclass(order=True, eq=True)
-class _Free:
-    size: int
-    segment: int
-    start: int
-
-
-@dataclasses.dataclass
-class _Used:
-    size: int
-    segment: int
-    start: int
-    is_small: bool
+_Block = tuple[int, int, int]
+"""Its size, its segment, and where it begins there: sorted by size, the best fit is found at once."""
 
 
 class OutOfCapacityError(Exception):
@@ -44,49 +32,33 @@ class OutOfCapacityError(Exception):
 
 
 class CachingAllocator:
-    """Replays requests; `peak_reserved` is what the device shows as taken."""
+    """Replays requests; `peak_reserved` is what the device shows as taken. With a `capacity` it may run out."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
-        self._lengths: dict[int, tuple[int, bool]] = {}
-        self._free: dict[bool, list[_Free]] = {True: [], False: []}
-        self._edges: dict[bool, dict[tuple[int, int], _Free]] = {True: {}, False: {}}
-        self._ends: dict[bool, dict[tuple[int, int], _Free]] = {True: {}, False: {}}
-        self._used: dict[int, _Used] = {}
-        self._segments = 0
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._used: dict[int, tuple[_Block, bool]] = {}
+        self._segments: dict[int, tuple[int, bool]] = {}
+        self._made = 0
         self.reserved = 0
         self.peak_reserved = 0
 
     def allocate(self, number: int, nbytes: int) -> None:
         size = max(_UNIT, -(-nbytes // _UNIT) * _UNIT)
         is_small = size <= _SMALL
-        block = self._best_fit(size, is_small=is_small) or self._new_segment(size, is_small=is_small)
-        rest = block.size - size
+        pool = self._pools[is_small]
+        length, segment, start = pool.take(size) or self._new_segment(size, is_small=is_small)
+        rest = length - size
         if rest >= _UNIT if is_small else rest > _SMALL:
-            self._put(_Free(rest, block.segment, block.start + size), is_small=is_small)
-            block.size = size
-        self._used[number] = _Used(block.size, block.segment, block.start, is_small)
+            pool.put((rest, segment, start + size))
+            length = size
+        self._used[number] = ((length, segment, start), is_small)
 
     def free(self, number: int) -> None:
-        used = self._used.pop(number)
-        start, size = used.start, used.size
-        before = self._ends[used.is_small].get((used.segment, start))
-        after = self._edges[used.is_small].get((used.segment, start + size))
-        for neighbour in filter(None, (before, after)):
-            self._drop(neighbour, is_small=used.is_small)
-            start, size = min(start, neighbour.start), size + neighbour.size
-        self._put(_Free(size, used.segment, start), is_small=used.is_small)
+        block, is_small = self._used.pop(number)
+        self._pools[is_small].put(block)
 
-    def _best_fit(self, size: int, *, is_small: bool) -> _Free | None:
-        free = self._free[is_small]
-        place = bisect.bisect_left(free, _Free(size, -1, -1))
-        if place == len(free):
-            return None
-        block = free[place]
-        self._drop(block, is_small=is_small)
-        return block
-
-    def _new_segment(self, size: int, *, is_small: bool) -> _Free:
+    def _new_segment(self, size: int, *, is_small: bool) -> _Block:
         if is_small:
             length = _SMALL_SEGMENT
         elif size < _OWN_SEGMENT_FROM:
@@ -97,31 +69,63 @@ class CachingAllocator:
             self._release_free_segments()
             if self.reserved + length > self._capacity:
                 raise OutOfCapacityError
-        self._segments += 1
-        self._lengths[self._segments] = (length, is_small)
+        self._made += 1
+        self._segments[self._made] = (length, is_small)
         self.reserved += length
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Free(length, self._segments, 0)
+        return length, self._made, 0
 
     def _release_free_segments(self) -> None:
         """As torch does before it gives up: segments that nothing uses go back to the device."""
-        for segment, (length, is_small) in list(self._lengths.items()):
-            block = self._edges[is_small].get((segment, 0))
-            if block is not None and block.size == length:
-                self._drop(block, is_small=is_small)
-                del self._lengths[segment]
+        for segment, (length, is_small) in list(self._segments.items()):
+            if self._pools[is_small].drop((length, segment, 0)):
+                del self._segments[segment]
                 self.reserved -= length
 
-    def _put(self, block: _Free, *, is_small: bool) -> None:
-        bisect.insort(self._free[is_small], block)
-        self._edges[is_small][block.segment, block.start] = block
-        self._ends[is_small][block.segment, block.start + block.size] = block
 
-    def _drop(self, block: _Free, *, is_small: bool) -> None:
-        free = self._free[is_small]
-        del free[bisect.bisect_left(free, block)]
-        del self._edges[is_small][block.segment, block.start]
-        del self._ends[is_small][block.segment, block.start + block.size]
+class _Pool:
+    """Free blocks of one kind, sorted by size, and by both of their ends."""
+
+    def __init__(self) -> None:
+        self._sorted: list[_Block] = []
+        self._by_start: dict[tuple[int, int], _Block] = {}
+        self._by_end: dict[tuple[int, int], _Block] = {}
+
+    def take(self, size: int) -> _Block | None:
+        """The smallest block that is large enough."""
+        place = bisect.bisect_left(self._sorted, (size, 0, 0))
+        if place == len(self._sorted):
+            return None
+        block = self._sorted.pop(place)
+        self._forget(block)
+        return block
+
+    def put(self, block: _Block) -> None:
+        """A block is free; with free neighbours it becomes one."""
+        size, segment, start = block
+        before = self._by_end.get((segment, start))
+        after = self._by_start.get((segment, start + size))
+        for neighbour in filter(None, (before, after)):
+            self.drop(neighbour)
+            size, start = size + neighbour[0], min(start, neighbour[2])
+        block = (size, segment, start)
+        bisect.insort(self._sorted, block)
+        self._by_start[segment, start] = block
+        self._by_end[segment, start + size] = block
+
+    def drop(self, block: _Block) -> bool:
+        """Take away this block, if it is free as a whole."""
+        _, segment, start = block
+        if self._by_start.get((segment, start)) != block:
+            return False
+        del self._sorted[bisect.bisect_left(self._sorted, block)]
+        self._forget(block)
+        return True
+
+    def _forget(self, block: _Block) -> None:
+        size, segment, start = block
+        del self._by_start[segment, start]
+        del self._by_end[segment, start + size]
 
 
 def reserved_bytes(events: Iterable[Event]) -> int:

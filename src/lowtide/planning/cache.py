@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import operator
 import os
 import tempfile
 from importlib import metadata
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from lowtide.planning.models import Target
 
 
+LANES = 2
+"""Processes that simulate side by side. Tiling everything takes about as long as all the rest."""
+
+
 def cache_directory() -> Path:
     """Where plans are kept. `LOWTIDE_CACHE` moves the whole cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
@@ -35,12 +40,12 @@ def cache_directory() -> Path:
 
 
 class CachedStudio:
-    """A remote studio that is only started for what is not known yet."""
+    """Remote studios that are only started for what is not known yet."""
 
     def __init__(self, target: Target, job: Job, accelerator: Accelerator, *, enabled: bool) -> None:
-        self._remote = RemoteStudio(target, job, accelerator)
+        self._remotes = [RemoteStudio(target, job, accelerator) for _ in range(LANES)]
         self._running = contextlib.ExitStack()
-        self._is_running = False
+        self._started: set[int] = set()
         self._enabled = enabled and target.kind != "factory"  # a function may build something else tomorrow
         content = hashlib.sha256(target.content).hexdigest()
         self._key = [content, target.kind, target.name, job.to_dict(), accelerator.to_dict(), _versions()]
@@ -53,39 +58,53 @@ class CachedStudio:
     ) -> None:
         self._running.close()
 
+    def stop(self) -> None:
+        """End the processes now: whoever waits for one of them hears of it."""
+        self._running.close()
+
     @property
     def facts(self) -> Facts:
-        return Facts(**self._known("facts", {}, lambda studio: dataclasses.asdict(studio.facts)))
+        return Facts(**self._known("facts", {}, 0, lambda studio: dataclasses.asdict(studio.facts)))
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
         asked = {"policy": policy, "exact": exact}
-        return Estimate(**self._known("estimate", asked, lambda studio: studio.estimate(**asked).to_dict()))  # type: ignore[arg-type]
+        ask = operator.methodcaller("estimate", policy, exact=exact)
+        return Estimate(**self._known("estimate", asked, lane_of(policy), lambda studio: ask(studio).to_dict()))
 
     def costs(self, tile: str) -> StepCosts:
-        data = self._known("costs", {"tile": tile}, lambda studio: dataclasses.asdict(studio.costs(tile)))
+        data = self._known(
+            "costs", {"tile": tile}, lane_of(tile), lambda studio: dataclasses.asdict(studio.costs(tile))
+        )
         regions = [
             RegionCosts(**{**region, "treatments": {name: Cost(**cost) for name, cost in region["treatments"].items()}})
             for region in data["regions"]
         ]
         return StepCosts(**{**data, "regions": regions})
 
-    def _known(self, what: str, asked: dict[str, Any], ask: Callable[[RemoteStudio], dict[str, Any]]) -> dict[str, Any]:
+    def _known(
+        self, what: str, asked: dict[str, Any], lane: int, ask: Callable[[RemoteStudio], dict[str, Any]]
+    ) -> dict[str, Any]:
         if not self._enabled:
-            return ask(self._started())
+            return ask(self._remote(lane))
         text = json.dumps([what, asked, *self._key], sort_keys=True, default=str)
         path = cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         if path.is_file():
             data: dict[str, Any] = json.loads(path.read_text())
             return data
-        data = ask(self._started())
+        data = ask(self._remote(lane))
         _write(path, json.dumps(data))
         return data
 
-    def _started(self) -> RemoteStudio:
-        if not self._is_running:
-            self._running.enter_context(self._remote)
-            self._is_running = True
-        return self._remote
+    def _remote(self, lane: int) -> RemoteStudio:
+        if lane not in self._started:
+            self._running.enter_context(self._remotes[lane])
+            self._started.add(lane)
+        return self._remotes[lane]
+
+
+def lane_of(policy: str) -> int:
+    """Which of the processes looks at a policy: what shares recordings shares a process."""
+    return int("tile" in policy and "tile(loss)" not in policy)
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
 from lowtide.planning.accelerators import Accelerator, find_accelerator
-from lowtide.planning.cache import CachedStudio
+from lowtide.planning.cache import LANES, CachedStudio, lane_of
 from lowtide.planning.detect import this_accelerator
 from lowtide.planning.job import LORA_TARGETS, Job
 from lowtide.planning.margins import margins_for
@@ -123,18 +124,31 @@ class _Planner:
     def one(self, policy: str) -> Plan:
         """Just this policy."""
         self._total = 1
-        candidate = self._look(policy, exact=True)
+        self._tell(policy)
+        candidate = self._judge(policy, exact=True)
         return self._plan([candidate], candidate if candidate.fits else None)
 
     def all(self) -> Plan:
         """Every uniform policy, and the best mixture of them."""
-        uniform = [
-            self._look(joined(treatment, tile), exact=self._exact) for tile in TILINGS for treatment in TREATMENTS
-        ]
+        uniform = self._uniform()
         mixed = list(self._mixtures(uniform))
         candidates = [*uniform, *(candidate for candidate in mixed if candidate.fits)]
         best = self._confirmed(candidates)
         return self._plan(candidates, best)
+
+    def _uniform(self) -> list[Candidate]:
+        """Every treatment with every tiling, in as many processes as there are lanes."""
+        policies = [joined(treatment, tile) for tile in TILINGS for treatment in TREATMENTS]
+        lanes = [[policy for policy in policies if lane_of(policy) == lane] for lane in range(LANES)]
+        pool = concurrent.futures.ThreadPoolExecutor(LANES)
+        try:
+            looks = [pool.submit(lambda names=names: [self._look(name) for name in names]) for names in lanes]  # type: ignore[misc]
+            return [candidate for look in looks for candidate in look.result()]
+        except BaseException:
+            self._studio.stop()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _mixtures(self, uniform: list[Candidate]) -> Iterator[Candidate]:
         """What the solver makes of each tiling: the one that promises most is simulated first.
@@ -180,9 +194,9 @@ class _Planner:
                 return candidate
         return None
 
-    def _look(self, policy: str, *, exact: bool) -> Candidate:
+    def _look(self, policy: str) -> Candidate:
         self._tell(policy)
-        return self._judge(policy, exact=exact)
+        return self._judge(policy, exact=self._exact)
 
     def _judge(self, policy: str, *, exact: bool) -> Candidate:
         estimate = self._studio.estimate(policy, exact=exact)
