@@ -15,6 +15,19 @@ class Block(nn.Module):
             self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(experts))
 
 
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+
+class CallableStage(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = stack(2, width=width)
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
 class GradientCheckpointingLayer(nn.Module):
     """Stands for transformers' class, which is recognised by name."""
 
@@ -56,6 +69,21 @@ def test_stages_of_different_width_are_looked_into():
 
 def test_stages_without_stacks_inside_are_regions_themselves():
     assert names(nn.ModuleList([Block(8), Block(16), Block(32)])) == ["0", "1", "2"]
+
+
+def test_a_block_without_a_stack_is_a_region_beside_stages_that_have_some():
+    """Codecs (EnCodec, Mimi) put convolutions between residual units, MobileViT one block before its stages."""
+    mixed = nn.ModuleList([Block(8), CallableStage(8), Block(16), CallableStage(16)])
+    assert names(mixed) == ["0", "1.blocks.0", "1.blocks.1", "2", "3.blocks.0", "3.blocks.1"]
+
+
+def test_a_module_that_only_names_its_parts_is_no_region():
+    """Janus' VQGAN calls `down[level].block[i]`; a level itself has no forward."""
+    levels = nn.ModuleList()
+    for _ in range(2):
+        levels.append(level := nn.Module())
+        level.block = stack(2)
+    assert names(levels) == ["0.block.0", "0.block.1", "1.block.0", "1.block.1"]
 
 
 def test_experts_are_not_regions():

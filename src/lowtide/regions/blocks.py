@@ -2,7 +2,8 @@
 
 A region is, in this order: what the user names; a layer that transformers marks as one
 (`GradientCheckpointingLayer`); a block of a stack, that is, of a container with two or more blocks of the same class.
-Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better regions.
+Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better regions; a block
+beside them that holds no stack (a codec's convolution between residual units) is a region itself.
 Nothing is asked of the model: no flag, no base class, no list of names.
 """
 
@@ -89,15 +90,12 @@ def _stacked(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
     if blocks and _are_alike(blocks):
         yield from ((f"{prefix}{name}", block) for name, block in blocks)
         return
-    inside = [
-        found
-        for name, child in model.named_children()
-        if not _is_marked(child)
-        for found in _stacked(child, f"{prefix}{name}.")
-    ]
-    if blocks and not inside and not any(_is_marked(module) for module in model.modules()):
-        inside = [(f"{prefix}{name}", block) for name, block in blocks]
-    yield from inside
+    names = {name for name, _ in blocks}
+    for name, child in model.named_children():
+        if _is_marked(child):
+            continue
+        inside = list(_stacked(child, f"{prefix}{name}."))
+        yield from inside or ([(f"{prefix}{name}", child)] if name in names else [])
 
 
 def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -110,8 +108,8 @@ def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return False  # never called
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        return False  # never called: a ModuleList, or a bare Module that only names its parts (a VQGAN's levels)
     has_parts = any(True for _ in module.children())
     has_marked = any(_is_marked(inner) for inner in module.modules())
     return has_parts and not has_marked and any(True for _ in module.parameters())
