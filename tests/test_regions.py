@@ -14,7 +14,6 @@ class Block(nn.Module):
         if experts:
             self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(experts))
 
-
     def forward(self, x):
         return self.mlp(self.attention(x))
 

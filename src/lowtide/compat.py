@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError, noop_context_fn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +67,18 @@ def non_reentrant_checkpoint(
         raise
     next(steps, None)
     return result
+
+
+def stop_of_recomputation(error: RuntimeError) -> BaseException:
+    """What torch's checkpoint waits for, if this error stands for it; else the error itself.
+
+    Torch ends a recomputation early by an exception without words, raised as the last tensor is saved. If that happens
+    inside a `torch.jit.script` function (ZoeDepth has one), the interpreter turns it into a RuntimeError without words.
+    Whether everything was recomputed by then, torch counts afterwards.
+    """
+    text = str(error)
+    is_wordless = "TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
+    return _StopRecomputationError() if is_wordless else error
 
 
 def recorded_outputs() -> dict[str, Any]:

@@ -113,3 +113,43 @@ def test_torch_func_grad_works_as_with_torchs_checkpoint():
     assert isinstance(ours, type) == isinstance(theirs, type)
     if not isinstance(ours, type):
         assert torch.equal(ours, outcome(plain))
+
+
+def attract(x: torch.Tensor) -> torch.Tensor:
+    return x.div(1 + 300 * x.pow(2))
+
+
+def fail(x: torch.Tensor, now: bool) -> torch.Tensor:
+    if now:
+        raise ValueError("out of luck")
+    return x.cos()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_function_as_the_last_step_can_be_recomputed():
+    """ZoeDepth's attractors: torch's early stop comes out of TorchScript as a RuntimeError, and backward fails."""
+    x = torch.randn(8, requires_grad=True)
+    scripted, runs = torch.jit.script(attract), []
+
+    def block(x):
+        runs.append(1)
+        return scripted(x.sin())
+
+    (plain,) = torch.autograd.grad(block(x).sum(), x)
+    (ours,) = torch.autograd.grad(lowtide.checkpoint(block, x).sum(), x)
+    torch.testing.assert_close(ours, plain)  # TorchScript rewrites a function after its first run: not bit by bit
+    assert len(runs) == 3, "once plainly, once in forward, once in backward"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_function_that_fails_in_backward_says_why():
+    x = torch.randn(8, requires_grad=True)
+    scripted, runs = torch.jit.script(fail), []
+
+    def block(x):
+        runs.append(1)
+        return scripted(x.sin(), len(runs) > 1) * x
+
+    out = lowtide.checkpoint(block, x)
+    with pytest.raises(torch.jit.Error, match="out of luck"):
+        out.sum().backward()

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from lowtide import zoo
 from lowtide.auditing import AuditReport, Check, Verdict
 from lowtide.survey import Engine, Record, one, read_records, run, run_survey, survey_one
 from lowtide.survey.summary import as_json, as_text, summarize
@@ -89,6 +90,22 @@ def test_a_failure_that_does_not_come_again_is_not_listed(monkeypatch):
     found = survey_one("llama", Engine.TRANSFORMERS)
     assert [f["name"] for f in found.failures] == ["memory"]
     assert [f["name"] for f in found.unconfirmed] == ["outputs"]
+
+
+@needs_zoo
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("mobilebert", "SilentNoOpError: tile(loss): expected 'cls.predictions.decoder'"),  # only its weight is used
+        ("musicgen_decoder", "NoRegionError: tile(loss): the model has 4 heads"),
+    ],
+)
+def test_a_refusal_by_name_is_no_failure(model_type, why):
+    specimen = zoo.find(model_type)
+    accepted, refused = one._policies(specimen.build(0), specimen.batch(0))
+    assert accepted[0] == "recompute"
+    assert not any("loss" in policy for policy in accepted)
+    assert any(words.startswith(why) for words in refused.values())
 
 
 def test_what_fails_everywhere_is_told_apart():

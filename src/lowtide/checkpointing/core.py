@@ -11,7 +11,7 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide.checkpointing.buffers import run_once_for_buffers
 from lowtide.checkpointing.saving import Schedule
 from lowtide.checkpointing.selective import with_offload
-from lowtide.compat import non_reentrant_checkpoint
+from lowtide.compat import non_reentrant_checkpoint, stop_of_recomputation
 from lowtide.errors import InvalidValueError
 from lowtide.measure import RegionLedger
 from lowtide.slots import Frame, take_tensors
@@ -154,7 +154,10 @@ class _Replay:
             if self.on_entry is not None:
                 on_entry, self.on_entry = self.on_entry, None
                 on_entry()
-        else:
-            args, kwargs = self._frame.fill(tensors)
-            self._ledger.recomputes += 1
-        return self._function(*args, **kwargs)
+            return self._function(*args, **kwargs)
+        args, kwargs = self._frame.fill(tensors)
+        self._ledger.recomputes += 1
+        try:
+            return self._function(*args, **kwargs)
+        except RuntimeError as error:
+            raise stop_of_recomputation(error) from error

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import lowtide
 from lowtide import zoo
 from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, audit
-from lowtide.errors import LogitsNotComputedError, NoRegionError, NotTokenWiseError
+from lowtide.auditing.objective import objective
+from lowtide.errors import LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
 from lowtide.survey.records import Record
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ TILED = (
 """Of these, the first that is not refused: not every model has a head, or an MLP of its own. Tiles are small, because
 batches are."""
 
-REFUSALS = (NoRegionError, NotTokenWiseError, LogitsNotComputedError)
+REFUSALS = (NoRegionError, NotTokenWiseError, LogitsNotComputedError, SilentNoOpError)
 """What Lowtide says before the first step is over, if a model cannot be run so."""
 
 
@@ -117,16 +118,19 @@ def _audit_policy(
 
 
 def _policies(model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """The policies to audit, and those that Lowtide refuses for this model, with its words."""
+    """The policies to audit, and those that Lowtide refuses for this model, with its words: in a whole step, because
+    the guard speaks at the end of backward."""
     refused: dict[str, str] = {}
 
     def accepts(policy: str) -> bool:
         try:
             with lowtide.apply(model, policy):
-                model(**batch)
+                objective(model(**batch), None).backward()  # type: ignore[no-untyped-call]
         except REFUSALS as error:
             refused[policy] = f"{type(error).__name__}: {error}"
             return False
+        finally:
+            model.zero_grad()
         return True
 
     accepted = [policy for policy in POLICIES if accepts(policy)]
