@@ -47,6 +47,10 @@ class SilentNoOpError(LowtideError, RuntimeError):
     """A region should have been recomputed or offloaded, and was not."""
 
 
+class CacheError(LowtideError, RuntimeError):
+    """A block that is to be recomputed needs what is in a key-value cache."""
+
+
 class NoRegionError(LowtideError, ValueError):
     """No block was found in the model that a policy could act on."""
 

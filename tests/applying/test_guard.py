@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.applying import region_runtime
-from lowtide.errors import SilentNoOpError
+from lowtide.errors import CacheError, SilentNoOpError
 
 
 class Skippable(nn.Module):
@@ -95,3 +96,152 @@ def test_it_looks_once(idle, x):
     with pytest.warns(UserWarning, match="expected a recompute"):
         model(x)[-1].sum().backward()
     model(x)[-1].sum().backward()
+
+
+class ByHand(torch.autograd.Function):
+    """Runs a stack without gradients, and differentiates it in its own backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = y = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                y = y + layer.inner(y).tanh()
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+def test_a_model_that_differentiates_its_blocks_itself_is_refused(x):
+    """Reformer: its layers run without gradients, and again in a backward of its own. No policy acts there."""
+    applied = lowtide.apply(model := Stack(), "recompute")
+    with pytest.raises(SilentNoOpError, match=r"layers\.0.*ran without gradients in forward"):
+        ByHand.apply(x, model.layers).sum().backward()
+    assert [region.forwards for region in applied.report().regions] == [0] * 3
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("finish", ["backward", "remove"])
+def test_a_tower_that_runs_without_gradients_owes_nothing(x, finish):
+    model = nn.ModuleDict({"tower": Stack(), "text": Stack()})
+    applied = lowtide.apply(model, "recompute")
+    with torch.no_grad():
+        seen = model["tower"](x)[-1]
+    assert hooks_on(model) == 3, "one parameter of each block is watched"
+    if finish == "backward":
+        model["text"](x + seen)[-1].sum().backward()
+        assert [region.recomputes for region in applied.report().regions] == [0] * 3 + [1] * 3
+    else:
+        applied.remove()
+    assert hooks_on(model) == 0
+
+
+def test_blocks_that_also_run_without_gradients_are_no_alarm(x):
+    applied = lowtide.apply(model := Stack(), "recompute")
+    with torch.no_grad():
+        reference = model(x)[-1]
+    (model(x)[-1] - reference - 1).square().sum().backward()
+    assert [region.recomputes for region in applied.report().regions] == [1] * 3
+
+
+def test_somebodys_reentrant_checkpoint_around_the_blocks_is_no_alarm(x):
+    applied = lowtide.apply(model := Stack(), "recompute")
+    checkpoint(lambda y: model(y)[-1], x, use_reentrant=True).sum().backward()
+    assert [(region.forwards, region.recomputes) for region in applied.report().regions] == [(1, 1)] * 3
+
+
+class FakeCache:
+    """Stands for transformers' `DynamicCache`, which is recognised by its name and its `update`."""
+
+    def __init__(self) -> None:
+        self.states = {}
+
+    def update(self, states, layer):
+        self.states[layer] = torch.cat([*self.states.get(layer, ()), states])[None]
+        return self.states[layer][0]
+
+    def get_seq_length(self, layer=0):
+        return self.states[layer].shape[1] if layer in self.states else 0
+
+
+class Attends(nn.Module):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.inner, self.layer_idx = nn.Linear(32, 32), layer_idx
+
+    def forward(self, x, past_key_values=None):
+        states = self.inner(x)
+        seen = states if past_key_values is None else past_key_values.update(states, self.layer_idx)
+        return x + seen.mean(0).tanh()
+
+
+class PrefixAndExpert(nn.Module):
+    """PI0: of the first stack only the cache is used, by the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.ModuleList(Attends(i) for i in range(2))
+        self.expert = nn.ModuleList(Attends(i) for i in range(2))
+
+    def forward(self, x, cache):
+        self.run(self.prefix, x, cache)
+        return self.run(self.expert, x.flip(0), cache)
+
+    @staticmethod
+    def run(layers, x, cache):
+        for layer in layers:
+            x = layer(x, past_key_values=cache)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:lowtide. key-value caches are dropped")
+class TestCaches:
+    def test_a_stack_of_which_only_the_cache_is_used_is_refused(self, x):
+        lowtide.apply(model := PrefixAndExpert(), "recompute")
+        with pytest.raises(SilentNoOpError, match=r"'prefix\.0': its key-value cache was dropped.*'expert\.0'"):
+            model(x, FakeCache()).sum().backward()
+
+    def test_so_is_one_that_is_frozen(self, x):
+        model = PrefixAndExpert()
+        model.prefix.requires_grad_(False)
+        lowtide.apply(model, "recompute")
+        with pytest.raises(SilentNoOpError, match="goes on from that cache"):
+            model(x.detach(), FakeCache()).sum().backward()
+
+    def test_two_stacks_with_places_of_their_own_are_no_alarm(self, x):
+        """Dense layers and then mixtures of experts, the first of them frozen."""
+        model = PrefixAndExpert()
+        for place, layer in enumerate(model.expert):
+            layer.layer_idx = 2 + place
+        model.prefix.requires_grad_(False)
+        applied = lowtide.apply(model, "recompute")
+        model(x.detach(), FakeCache()).sum().backward()
+        assert [region.recomputes for region in applied.report().regions] == [0, 0, 1, 1]
+
+    @pytest.mark.parametrize("policy", ["recompute", "recompute(every=2)"])
+    def test_a_cache_that_nobody_reads_is_dropped(self, x, policy):
+        model, cache = PrefixAndExpert(), FakeCache()
+        applied = lowtide.apply(model, policy)
+        model.run(model.expert, x, cache).sum().backward()
+        recomputed = [region.recomputes for region in applied.report().regions[2:]]
+        assert recomputed == ([1, 1] if policy == "recompute" else [1, 0])
+        assert cache.get_seq_length(0) == 0
+
+    def test_a_cache_with_content_is_refused(self, x):
+        """Prefix tuning: what is in the cache is what is trained."""
+        model, cache = PrefixAndExpert(), FakeCache()
+        cache.update(torch.randn(3, 32, requires_grad=True), 0)
+        lowtide.apply(model, "recompute")
+        with pytest.raises(CacheError, match=r"'expert\.0' is given a key-value cache with content"):
+            model.run(model.expert, x, cache)

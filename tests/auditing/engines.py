@@ -40,6 +40,20 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Pairs(nn.Module):
+    """LongCat's layers: each holds stacks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(Block() for _ in range(2))
+        self.mlps = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            x = mlp(attention(x))
+        return x
+
+
 class Bare(nn.Module):
     """Nothing with weights comes before or after the blocks."""
 

@@ -80,6 +80,20 @@ def test_keyword_inputs_that_hooks_miss():
     assert report["offload"].verdict is Verdict.INCONCLUSIVE, "half of the bytes"
 
 
+@pytest.mark.parametrize(
+    ("engine", "verdict"),
+    [(Engine, "not applicable"), (engines.Offloads, "pass"), (engines.HoldsWhatItRestored, "fail")],
+)
+def test_blocks_inside_a_block_are_part_of_its_recomputation(engine, verdict):
+    """What they pass on to each other is alive while their layer runs again, and nothing that was restored."""
+    model, batch = net()
+    model.layers = torch.nn.ModuleList(engines.Pairs() for _ in range(6))
+    report = audit(model, batch, configure=engine(), loss=loss, checks=["offload"])
+    assert report["offload"].verdict == verdict, report
+    if engine is not Engine:
+        assert report["offload"].evidence["blocks"] == 6
+
+
 def test_offload_that_is_expected_and_does_not_happen():
     model, batch = net()
     assert failed(audit(model, batch, configure=Engine(), loss=loss, offload=True)) == {"offload"}

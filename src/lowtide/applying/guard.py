@@ -3,7 +3,8 @@
 A flag that silently does nothing is what this project exists to end. Each region that ran is watched through the nodes
 that it added to the graph and that saved something: when backward comes by one of them, the region must be recomputed.
 When the first backward is over, a region that was not, or whose inputs never reached the store, is named in an error.
-A block that added no such node (it was skipped, it handed its input on) owes nothing.
+A block that added no such node (it was skipped, it handed its input on) owes nothing. Nor does one that ran without
+gradients, as frozen towers do, unless gradients arrive at its parameters all the same.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lowtide.applying.caches import DroppedCaches
 from lowtide.errors import SilentNoOpError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
     from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
 
     from lowtide.applying.region_runtime import RegionRuntime
     from lowtide.measure import TileLedger
@@ -33,6 +37,9 @@ class Guard:
         self._reached: dict[str, RegionRuntime] = {}
         self._said: set[str] = set()
         self._backward = -1
+        self._without_gradients: dict[str, RemovableHandle] = {}
+        self._by_itself: set[str] = set()
+        self.caches = DroppedCaches()
         self.done = False
         self.loss: TileLedger | None = None
         """The counts of the tiled loss, if there should be one."""
@@ -44,6 +51,25 @@ class Guard:
         for node in _nodes_behind(output, first_node):
             if _saves_something(node):
                 node.register_prehook(lambda _grads: self._reach(region))
+
+    def expect_no_gradient(self, region: RegionRuntime, module: nn.Module) -> None:
+        """A block that ran without gradients in forward, and receives some, is differentiated by the model's own code
+        (Reformer's reversible layers), where no policy acts. Once it has run with gradients, too, all is well: so do
+        blocks inside somebody's reentrant checkpoint, and blocks that also serve as a frozen reference."""
+        name = region.ledger.name
+        if self.done or name in self._without_gradients:
+            return
+        parameter = next((p for p in module.parameters() if p.requires_grad and p.is_leaf), None)
+        if parameter is not None:
+            self._without_gradients[name] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _: self._receive(region)
+            )
+
+    def close(self) -> None:
+        """Leave no hook behind."""
+        for handle in self._without_gradients.values():
+            handle.remove()
+        self._without_gradients.clear()
 
     def say_once(self, message: str) -> None:
         """A warning, the first time."""
@@ -61,9 +87,19 @@ class Guard:
             torch.autograd.Variable._execution_engine.queue_callback(self._check)
         self._reached[region.ledger.name] = region
 
+    def _receive(self, region: RegionRuntime) -> None:
+        acts = region.policy.recompute or region.policy.offload
+        if acts and not region.ledger.forwards:
+            self._by_itself.add(region.ledger.name)
+            self._reach(region)
+
     def _check(self) -> None:
         self.done = True
-        findings = [text for region in self._reached.values() for text in _findings(region)]
+        self.close()
+        by_itself = self._by_itself & self._reached.keys()
+        findings = [_differentiated_by_itself(name) for name in self._reached if name in by_itself]
+        findings += [t for name, region in self._reached.items() if name not in by_itself for t in _findings(region)]
+        findings += [_read_elsewhere(*names) for names in self.caches.missed(self._reached)]
         if self.loss is not None and not self.loss.calls:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
@@ -71,6 +107,7 @@ class Guard:
                 "lowtide.linear_cross_entropy and leave tile(loss) out"
             )
         self._reached.clear()
+        self.caches = DroppedCaches()
         if not findings:
             return
         message = "\n".join(findings)
@@ -122,3 +159,18 @@ def _findings(region: RegionRuntime) -> list[str]:
             "apply the policy after whatever replaces it, or leave tile(mlp) out"
         )
     return found
+
+
+def _differentiated_by_itself(name: str) -> str:
+    return (
+        f"region {name!r}: it ran without gradients in forward, and gradients arrive at its parameters. The model "
+        "differentiates it by code of its own (reversible layers, an autograd.Function), where nothing is saved that "
+        "could be recomputed or offloaded: name other regions with regions=[...], or leave this model as it is"
+    )
+
+
+def _read_elsewhere(name: str, other: str) -> str:
+    return (
+        f"region {name!r}: its key-value cache was dropped, as caches are in training, and {other!r} goes on from that "
+        "cache: the model computes something else without it. Name blocks that take no cache with regions=[...]"
+    )

@@ -86,6 +86,7 @@ class Applied:
         self._tiles: list[TileLedger] = []
         self._seams: list[weakref.ref[Seam]] = []  # their modules hold them, and they hold this
         self._flags: list[weakref.ref[nn.Module]] = []
+        self._guard = Guard(strict=strict)
         self._install(model, regions)
 
     @property
@@ -120,6 +121,7 @@ class Applied:
                 module.gradient_checkpointing = True  # type: ignore[assignment]
         self._seams.clear()
         self._flags.clear()
+        self._guard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +133,7 @@ class Applied:
 
     def _install(self, model: nn.Module, regions: list[Region]) -> None:
         self._switch_off_own_checkpointing(model)
-        guard = Guard(strict=self.strict)
+        guard = self._guard
         tiled = self._tile_mlps(regions)
         self._tile_loss(model, guard)
         schedule = Schedule(self._store or HostStore())

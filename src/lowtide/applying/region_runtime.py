@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
+from lowtide.applying.caches import CACHES, is_cache, refuse_content
 from lowtide.checkpointing.core import run_region
 from lowtide.checkpointing.offloading import offload_hooks
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from lowtide.checkpointing.saving import OneByOne
     from lowtide.measure import RegionLedger, TileLedger
     from lowtide.policy import Policy
-
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""Keywords under which models hand key-value caches to their blocks."""
 
 
 class RegionRuntime:
@@ -51,19 +49,21 @@ class RegionRuntime:
         self.owner = owner
 
     def is_active(self, module: nn.Module) -> bool:
-        """Whether there is a backward to come."""
+        """Whether there is a backward to come. If there seems to be none, the guard sees to it that there is none."""
+        if module.training and not torch.is_grad_enabled():
+            self.guard.expect_no_gradient(self, module)
         return module.training and torch.is_grad_enabled()
 
-    def run(
-        self, _module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward under its policy."""
         first_node = _get_sequence_nr()
-        output = self._run(forward, args, kwargs)
+        output = self._run(module, forward, args, kwargs)
         self.guard.watch(self, output, first_node)
         return output
 
-    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.policy.offload:
             self.owned.enter(self.ledger.name)
         if not self.policy.recompute:
@@ -72,19 +72,20 @@ class RegionRuntime:
                 return forward(*args, **kwargs)
             with offload_hooks(self.conveyor, self.ledger):
                 return forward(*args, **kwargs)
-        args, kwargs = self._without_caches(args, kwargs)
+        args, kwargs = self._without_caches(module, args, kwargs)
         return run_region(forward, args, kwargs, ledger=self.ledger, schedule=self.schedule, skip=self.owned.holds)
 
-    def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _without_caches(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A recomputed forward would write to a cache twice, and training has no use for one."""
-        found = [name for name, value in kwargs.items() if value is not None and (name in CACHES or _is_cache(value))]
-        positional = [_is_cache(arg) for arg in args]
+        found = [name for name, value in kwargs.items() if value is not None and (name in CACHES or is_cache(value))]
+        positional = [is_cache(arg) for arg in args]
         if not found and not any(positional):
             return args, kwargs
+        for cache in (*(kwargs[name] for name in found), *filter(is_cache, args)):
+            refuse_content(cache, module, self.ledger.name)
+            self.guard.caches.note(cache, module, self.ledger.name)
         self.guard.say_once(f"key-value caches are dropped in training (first seen in {self.ledger.name})")
-        args = tuple(None if is_cache else arg for arg, is_cache in zip(args, positional, strict=True))
+        args = tuple(None if is_one else arg for arg, is_one in zip(args, positional, strict=True))
         return args, {**kwargs, **dict.fromkeys(found)}
-
-
-def _is_cache(value: Any) -> bool:
-    return type(value).__name__.endswith("Cache") and hasattr(value, "update")

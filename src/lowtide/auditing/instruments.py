@@ -57,8 +57,12 @@ class Calls:
         self.inputs: dict[str, list[Held]] = {}
         """The storages that each block was given in forward."""
         self.most_restored_alive = 0
-        """In backward: inputs of blocks that were run again earlier, still alive as another one is run again."""
-        self._restored: dict[str, list[Held]] = {}
+        """In backward: recomputations whose inputs are still alive as another one begins."""
+        self._restored: dict[int | str, list[Held]] = {}
+        """By recomputation: the inputs of the block that it began with."""
+        self.begun: set[str] = set()
+        """Blocks that a recomputation began with; others were run again as parts of them, or after them."""
+        self._run_again: set[str] = set()
         self._model = weakref.ref(model)
         self._blocks = set(blocks)
         self._children: dict[str, list[str]] = {}
@@ -114,9 +118,18 @@ class Calls:
             pass
 
     def _count_restored(self, name: str, values: Any) -> None:
-        """As a block begins to run again, known by its first part: the inputs of how many others are still there?"""
+        """As a block begins to run again, known by its first part: the inputs of how many others are still there?
+
+        Blocks that run for the same node of the graph belong to one recomputation: they lie inside of one another
+        (LongCat's layers hold two attentions each), and what is passed between them is no input that was restored.
+        """
         block = next((outer for outer in (name, *ancestors(name)) if outer in self._blocks), None)
-        if block is None or block in self._restored:
+        if block is None or block in self._run_again:
+            return
+        self._run_again.add(block)
+        node = torch._C._current_autograd_node()
+        recomputation = block if node is None else node._sequence_nr()
+        if recomputation in self._restored:
             return
         inputs = _storages(values, block)
         given = {held.reference.cdata for held in inputs}
@@ -126,7 +139,8 @@ class Calls:
             if any(one.is_alive and one.reference.cdata not in given for one in held)
         ]
         self.most_restored_alive = max(self.most_restored_alive, len(alive))
-        self._restored[block] = inputs
+        self._restored[recomputation] = inputs
+        self.begun.add(block)
 
 
 def _called_parts(name: str, children: dict[str, list[str]], calls: collections.Counter[str]) -> Iterator[str]:

@@ -40,7 +40,8 @@ class Observation:
     held_bytes: collections.Counter[str]
     """Alive after forward, by block; what lies outside of blocks has no name."""
     inputs: dict[str, list[tuple[int, bool]]]
-    """By block: bytes of the inputs that are its own, and whether they are still in memory after forward."""
+    """By block that a recomputation began with: bytes of the inputs that are its own, and whether they are still in
+    memory after forward."""
     most_restored_alive: int
     forward_draws: collections.Counter[int]
     """Checksums of all random numbers that were drawn."""
@@ -112,7 +113,7 @@ def observe(model: nn.Module, experiment: Experiment) -> Observation:
         del outputs
         in_graph = in_the_graph_of(loss, model)
         held_bytes = operators.alive_bytes()
-        inputs = _own_inputs(calls.inputs)
+        inputs = {name: [(held, held.is_alive) for held in given] for name, given in calls.inputs.items()}
         for tensor in kept.values():
             held_bytes[""] -= tensor.untyped_storage().nbytes()  # ours
         calls.in_backward = True
@@ -125,7 +126,7 @@ def observe(model: nn.Module, experiment: Experiment) -> Observation:
             forward_calls=calls.forward,
             backward_calls=collections.Counter({**calls.backward, **_runs_of_blocks(calls, experiment)}),
             held_bytes=held_bytes,
-            inputs=inputs,
+            inputs=_own_inputs({name: given for name, given in inputs.items() if name in calls.begun}),
             most_restored_alive=calls.most_restored_alive,
             forward_draws=operators.forward_draws,
             backward_draws=operators.backward_draws,
@@ -151,11 +152,11 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _own_inputs(inputs: dict[str, list[Held]]) -> dict[str, list[tuple[int, bool]]]:
+def _own_inputs(inputs: dict[str, list[tuple[Held, bool]]]) -> dict[str, list[tuple[int, bool]]]:
     """Without what several blocks share, such as position embeddings: that may well stay."""
-    givers = collections.Counter(held.reference.cdata for given in inputs.values() for held in given)
+    givers = collections.Counter(held.reference.cdata for given in inputs.values() for held, _ in given)
     return {
-        name: [(held.nbytes, held.is_alive) for held in given if givers[held.reference.cdata] == 1]
+        name: [(held.nbytes, is_alive) for held, is_alive in given if givers[held.reference.cdata] == 1]
         for name, given in inputs.items()
     }
 

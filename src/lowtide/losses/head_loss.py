@@ -77,8 +77,8 @@ def count_classes(head: nn.Module) -> int:
     """How many logits a head makes of a token: its own word for it, or that of the one linear layer in it."""
     if isinstance(head, nn.ModuleList | nn.ModuleDict):  # never called: what is in it is
         raise NoRegionError(
-            f"tile(loss): the model has {len(head)} heads, and a loss is made in tiles of one: leave tile(loss) out, and "
-            "call lowtide.linear_cross_entropy where your loss is made"
+            f"tile(loss): the model has {len(head)} heads, and a loss is made in tiles of one: leave tile(loss) out, "
+            "and call lowtide.linear_cross_entropy where your loss is made"
         )
     found = {module.out_features for module in head.modules() if isinstance(getattr(module, "out_features", None), int)}
     own = getattr(head, "out_features", None)

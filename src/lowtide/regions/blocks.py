@@ -2,8 +2,8 @@
 
 A region is, in this order: what the user names; a layer that transformers marks as one
 (`GradientCheckpointingLayer`); a block of a stack, that is, of a container with two or more blocks of the same class.
-Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better regions; a block
-beside them that holds no stack (a codec's convolution between residual units) is a region itself.
+Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better regions; a
+block beside them that holds no stack (a codec's convolution between residual units) is a region itself.
 Nothing is asked of the model: no flag, no base class, no list of names.
 """
 

@@ -16,7 +16,7 @@ import lowtide
 from lowtide import zoo
 from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, audit
 from lowtide.auditing.objective import objective
-from lowtide.errors import LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
+from lowtide.errors import CacheError, LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
 from lowtide.survey.records import Record
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ TILED = (
 """Of these, the first that is not refused: not every model has a head, or an MLP of its own. Tiles are small, because
 batches are."""
 
-REFUSALS = (NoRegionError, NotTokenWiseError, LogitsNotComputedError, SilentNoOpError)
+REFUSALS = (NoRegionError, NotTokenWiseError, LogitsNotComputedError, SilentNoOpError, CacheError)
 """What Lowtide says before the first step is over, if a model cannot be run so."""
 
 

@@ -57,6 +57,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "backbone_config.image_size": 64,
     },
     "vitpose": {"image_size": [32, 32]},
+    "yolos": {"image_size": [32, 48]},
     # Widths double with every downsampling.
     "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 64},
     "encodec": {"num_filters": 4},
@@ -66,7 +67,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mimi_decoder": {"num_filters": 4},
     "mimi_encoder": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer": {"num_filters": 4},
-    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4},
+    # A decoder's sound would be 3200 times as long as what it is made of.
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4, "downsampling_ratios": [2, 2, 2, 2, 2, 2]},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4},
     # The patches of a picture are pictures for its towers; and hooks are set on their layers.
     "depth_pro": {"patch_size": 32, "intermediate_hook_ids": [1, 0]},
