@@ -94,6 +94,27 @@ def test_blocks_inside_a_block_are_part_of_its_recomputation(engine, verdict):
         assert report["offload"].evidence["blocks"] == 6
 
 
+class BuiltWithout(engines.Block):
+    """PP-DocLayoutV3's masks: with a ratio of zero, there is no dropout layer to call."""
+
+    dropout_layer: torch.nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout_ratio = 0.0
+
+    def forward(self, x):
+        return self.dropout_layer(x) if self.dropout_ratio > 0 else super().forward(x)
+
+
+def test_a_dropout_that_was_never_built_is_not_switched_on():
+    model, batch = net()
+    model.layers = torch.nn.ModuleList(BuiltWithout() for _ in range(3))
+    report = audit(model, batch, configure=Engine(), loss=loss, dropout=0.1, checks=["random state"])
+    assert report["random state"].verdict is Verdict.PASS
+    assert report["random state"].evidence["draws"] == 3, "the layers that are there do drop"
+
+
 def test_offload_that_is_expected_and_does_not_happen():
     model, batch = net()
     assert failed(audit(model, batch, configure=Engine(), loss=loss, offload=True)) == {"offload"}

@@ -219,8 +219,11 @@ def _dropout(model: nn.Module, probability: float | None) -> Iterator[None]:
 
 
 def _dropout_attributes(module: nn.Module) -> list[str]:
+    """Numbers that forward reads. A ratio of zero is none: it may have kept the layer from being built that it asks for
+    (PP-DocLayoutV3)."""
     return [
         name
         for name, value in vars(module).items()
         if isinstance(value, float) and ("dropout" in name or name == "drop_rate") and "layer" not in name
+        if value > 0 or not name.endswith("ratio")
     ]

@@ -70,6 +70,7 @@ def randomness(case: Case) -> Check:
             Verdict.NOT_APPLICABLE,
             "no recomputed block draws random numbers (dropout=0.1 makes it)",
         )
+    others = (case.seen.forward_draws - case.plain.forward_draws).total()
     new = {draw: count for draw, count in draws.items() if draw not in case.seen.forward_draws}
     if new:
         return case.check(
@@ -79,12 +80,14 @@ def randomness(case: Case) -> Check:
             remedy="preserve_rng_state=True (accelerate's FSDP2 wrapper passes False)",
             new=sum(new.values()),
             draws=draws.total(),
+            other_draws_in_forward=others,
         )
     return case.check(
         "random state",
         Verdict.PASS,
         f"{draws.total()} draws are repeated with the numbers of forward",
         draws=draws.total(),
+        other_draws_in_forward=others,
     )
 
 
