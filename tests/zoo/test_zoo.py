@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import importlib.util
 import random
 import warnings
 
@@ -49,7 +50,7 @@ WITHOUT_TOWERS = [
 ]
 TYPES = [*WITH_TOWERS, *WITHOUT_TOWERS]
 # No loss of their own: DETR's needs scipy, wav2vec2's and others' are there.
-WITHOUT_LOSS = {"detr"}
+WITHOUT_LOSS = set() if importlib.util.find_spec("scipy") else {"detr"}
 
 
 @functools.cache
