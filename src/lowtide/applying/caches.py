@@ -31,9 +31,15 @@ def is_cache(value: Any) -> bool:
     return type(value).__name__.endswith("Cache") and hasattr(value, "update")
 
 
-def refuse_content(cache: Any, module: nn.Module, name: str) -> None:
+def places_of(module: nn.Module) -> set[int]:
+    """The layers of a cache that a block writes to, by transformers' convention."""
+    found = (getattr(part, "layer_idx", None) for part in module.modules())
+    return {index for index in found if isinstance(index, int)}
+
+
+def refuse_content(cache: Any, places: set[int], name: str) -> None:
     """Raise `CacheError` if a block would lose something with its cache."""
-    if _holds_something(cache, module):
+    if _holds_something(cache, places):
         raise CacheError(
             f"region {name!r} is given a key-value cache with content, and caches are dropped in training: the block "
             "would compute something else. Train without past_key_values, or name blocks that take none with "
@@ -41,10 +47,10 @@ def refuse_content(cache: Any, module: nn.Module, name: str) -> None:
         )
 
 
-def _holds_something(cache: Any, module: nn.Module) -> bool:
+def _holds_something(cache: Any, places: set[int]) -> bool:
     if not is_cache(cache):
         return any(isinstance(leaf, Tensor) and leaf.numel() > 0 for leaf in tree_leaves(cache))
-    return any(_length(cache, index) > 0 for index in _places(module))
+    return any(_length(cache, index) > 0 for index in places)
 
 
 def _length(cache: Any, index: int) -> int:
@@ -52,12 +58,6 @@ def _length(cache: Any, index: int) -> int:
         return int(cache.get_seq_length(index))
     except (AttributeError, TypeError, ValueError):  # a cache of states has no length
         return 0
-
-
-def _places(module: nn.Module) -> set[int]:
-    """The layers of a cache that a block writes to, by transformers' convention."""
-    found = (getattr(part, "layer_idx", None) for part in module.modules())
-    return {index for index in found if isinstance(index, int)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +74,14 @@ class DroppedCaches:
         self._known: weakref.WeakKeyDictionary[Any, dict[str, _Dropped]] = weakref.WeakKeyDictionary()
         self._shared: dict[str, str] = {}
 
-    def note(self, cache: Any, module: nn.Module, name: str) -> None:
+    def note(self, cache: Any, places: set[int], name: str) -> None:
         """Two stacks that write to the same places of one cache: the second goes on from what the first wrote."""
         if not is_cache(cache):
             return
         writers = self._known.setdefault(cache, {})
         if name in writers:
             return
-        new = _Dropped(name, name.rpartition(".")[0], _places(module))
+        new = _Dropped(name, name.rpartition(".")[0], places)
         for other in writers.values():
             if other.stack != new.stack and other.places & new.places:
                 self._shared[other.region] = new.region

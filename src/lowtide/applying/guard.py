@@ -39,7 +39,7 @@ class Guard:
         self._backward = -1
         self._without_gradients: dict[str, RemovableHandle] = {}
         self._by_itself: set[str] = set()
-        self.caches = DroppedCaches()
+        self._caches = DroppedCaches()
         self.done = False
         self.loss: TileLedger | None = None
         """The counts of the tiled loss, if there should be one."""
@@ -64,6 +64,11 @@ class Guard:
             self._without_gradients[name] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _: self._receive(region)
             )
+
+    def note_cache(self, cache: Any, places: set[int], name: str) -> None:
+        """A block was given a cache, and it was dropped."""
+        if not self.done:
+            self._caches.note(cache, places, name)
 
     def close(self) -> None:
         """Leave no hook behind."""
@@ -99,7 +104,7 @@ class Guard:
         by_itself = self._by_itself & self._reached.keys()
         findings = [_differentiated_by_itself(name) for name in self._reached if name in by_itself]
         findings += [t for name, region in self._reached.items() if name not in by_itself for t in _findings(region)]
-        findings += [_read_elsewhere(*names) for names in self.caches.missed(self._reached)]
+        findings += [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
         if self.loss is not None and not self.loss.calls:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
@@ -107,7 +112,7 @@ class Guard:
                 "lowtide.linear_cross_entropy and leave tile(loss) out"
             )
         self._reached.clear()
-        self.caches = DroppedCaches()
+        self._caches = DroppedCaches()
         if not findings:
             return
         message = "\n".join(findings)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
-from lowtide.applying.caches import CACHES, is_cache, refuse_content
+from lowtide.applying.caches import CACHES, is_cache, places_of, refuse_content
 from lowtide.checkpointing.core import run_region
 from lowtide.checkpointing.offloading import offload_hooks
 
@@ -47,6 +47,8 @@ class RegionRuntime:
         self.tiled: list[TileLedger] = []
         """The counts of the modules in it that are tiled."""
         self.owner = owner
+        self._places: set[int] | None = None
+        """Where it writes to in a cache; known once it was given one."""
 
     def is_active(self, module: nn.Module) -> bool:
         """Whether there is a backward to come. If there seems to be none, the guard sees to it that there is none."""
@@ -83,9 +85,11 @@ class RegionRuntime:
         positional = [is_cache(arg) for arg in args]
         if not found and not any(positional):
             return args, kwargs
+        if self._places is None:
+            self._places = places_of(module)
         for cache in (*(kwargs[name] for name in found), *filter(is_cache, args)):
-            refuse_content(cache, module, self.ledger.name)
-            self.guard.caches.note(cache, module, self.ledger.name)
+            refuse_content(cache, self._places, self.ledger.name)
+            self.guard.note_cache(cache, self._places, self.ledger.name)
         self.guard.say_once(f"key-value caches are dropped in training (first seen in {self.ledger.name})")
         args = tuple(None if is_one else arg for arg, is_one in zip(args, positional, strict=True))
         return args, {**kwargs, **dict.fromkeys(found)}
