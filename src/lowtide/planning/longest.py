@@ -7,7 +7,7 @@ next; two or three more points close in on the answer.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.planning.cache import CachedStudio
 from lowtide.planning.margins import margins_for
@@ -33,6 +33,12 @@ _STEP = {"tokens": 1024, "batch_size": 1}
 _FIRST = {"tokens": (2048, 8192), "batch_size": (1, 2)}
 _ROUNDS = 8
 _MOST = {"tokens": 16 * 2**20, "batch_size": 4096}
+
+
+class Needed(Protocol):
+    """What a policy needs, as a share of the budget, and its figures."""
+
+    def __call__(self, policy: str, value: int, *, exact: bool = False) -> tuple[float, Estimate]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,10 +69,10 @@ def find_longest(
     limit = accelerator.memory if budget is None else parse_bytes(budget)
     target = find_target(model)
 
-    def needed(policy: str, value: int) -> tuple[float, Estimate]:
+    def needed(policy: str, value: int, *, exact: bool = False) -> tuple[float, Estimate]:
         asked = dataclasses.replace(job, **{figure: value})  # type: ignore[arg-type]
         with CachedStudio(target, asked, accelerator, enabled=cache) as studio:
-            estimate = studio.estimate(policy, exact=False)
+            estimate = studio.estimate(policy, exact=exact)
         candidate = judged(estimate, limit, host_budget, margins_for(asked, accelerator))
         return (candidate.device_bytes / limit if candidate.device_bytes > limit or candidate.fits else 2.0), estimate
 
@@ -78,7 +84,7 @@ def find_longest(
     return found
 
 
-def _search(policy: str, needed: Callable[[str, int], tuple[float, Estimate]], figure: str) -> Longest:
+def _search(policy: str, needed: Needed, figure: str) -> Longest:
     step, most = _STEP[figure], _MOST[figure]
     first, second = _FIRST[figure]
     points: dict[int, tuple[float, Estimate]] = {value: needed(policy, value) for value in (first, second)}
@@ -88,9 +94,17 @@ def _search(policy: str, needed: Callable[[str, int], tuple[float, Estimate]], f
             break
         points[value] = needed(policy, value)
     fitting = [value for value, (share, _) in points.items() if share <= 1]
-    if not fitting:
-        return Longest(policy=policy, most=0, estimate=None)
-    return Longest(policy=policy, most=max(fitting), estimate=points[max(fitting)][1])
+    return _confirmed(policy, needed, max(fitting, default=0), step)
+
+
+def _confirmed(policy: str, needed: Needed, value: int, step: int) -> Longest:
+    """Simulated whole; what turns out a little too long is made a little shorter."""
+    while value > 0:
+        share, estimate = needed(policy, value, exact=True)
+        if share <= 1:
+            return Longest(policy=policy, most=value, estimate=estimate)
+        value -= max(step, round(value * (share - 1)) // step * step)
+    return Longest(policy=policy, most=0, estimate=None)
 
 
 def _next(points: dict[int, tuple[float, Estimate]], step: int, most: int) -> int | None:

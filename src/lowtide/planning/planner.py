@@ -90,7 +90,7 @@ def plan(
     accelerator = wanted_accelerator(device, calibration)
     limit = accelerator.memory if budget is None else parse_bytes(budget)
     host_limit = None if host_budget is None else parse_bytes(host_budget)
-    wanted = None if policy is None else str(Policy.parse(policy))
+    wanted = None if policy is None else _planned_policy(policy)
     with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
         planner = _Planner(studio, job, accelerator, limit, host_limit, exact=exact, progress=progress)
         return planner.one(wanted) if wanted is not None else planner.all()
@@ -231,6 +231,16 @@ class _Planner:
                 "seconds are estimated from data sheets: the ranking is the claim. `lowtide calibrate` measures"
             )
         return notes
+
+
+def _planned_policy(policy: Policy | str | Mapping[str, Any]) -> str:
+    parsed = Policy.parse(policy)
+    if any("disk" in (chosen.offload or "") for chosen in (parsed, *(rule for _, rule in parsed.overrides))):
+        raise InvalidValueError(
+            f"{parsed} offloads to the disk, which a plan has no clock for: plan it with offload to the host, which "
+            "takes the same memory of the device"
+        )
+    return str(parsed)
 
 
 def make_job(

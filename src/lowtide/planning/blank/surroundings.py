@@ -7,6 +7,7 @@ interrupted one leaves nothing behind in the user's.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def simulated_device(clock: Clock, attention: Attention) -> Iterator[None]:
     """Inside, the accelerator's streams are those of `clock`, and attention takes the accelerator's kernels."""
+    importlib.import_module("torch._dynamo")  # the first operation would import it, and it inherits from torch.Stream
     with contextlib.ExitStack() as stack:
         for target, name, replacement in _patches(clock, attention):
             stack.enter_context(mock.patch.object(target, name, replacement))

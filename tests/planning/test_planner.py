@@ -1,0 +1,230 @@
+"""`lowtide.plan` as a user calls it: other processes, caches, budgets, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import lowtide
+from lowtide.errors import DoesNotFitError, InvalidValueError, PlanError
+from lowtide.planning import find_accelerator
+from lowtide.planning.job import Job
+from lowtide.planning.longest import find_longest
+from lowtide.planning.models import build, find_target, known_models
+from lowtide.planning.planner import TILINGS
+from lowtide.planning.region_costs import TREATMENTS
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    vocab_size=16000,
+    tie_word_embeddings=False,
+)
+UNIFORM = len(TREATMENTS) * len(TILINGS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    return tmp_path / "plans"
+
+
+def workers() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if "lowtide.planning.worker" in line:
+            found.append(line)
+    return found
+
+
+def test_a_plan_finds_the_fastest_policy_that_fits_and_it_can_be_applied(cache: Path):
+    told: list[str] = []
+    plan = lowtide.plan(
+        CONFIG, tokens="4k", device="L40S", budget="3.2GiB", progress=lambda what, _done, _total: told.append(what)
+    )
+    assert plan.fits
+    assert plan.best.estimate.exact, "the winner was simulated whole"
+    assert plan.best.device_bytes <= plan.budget
+    assert len(plan.candidates) >= UNIFORM
+    for candidate in plan.candidates:
+        assert not candidate.fits or candidate.estimate.seconds >= plan.step_seconds
+    assert plan.why_not_faster is not None
+    assert "too much" in plan.why_not_faster
+    assert sum(plan.owners.values()) == plan.peak_bytes
+    assert plan.timeline
+    assert json.loads(plan.to_json())["policy"] == plan.best.policy
+    assert "recompute" in told
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(CONFIG)
+    with lowtide.apply(model, plan.policy) as applied:
+        assert len(applied.regions) == 8
+    assert not workers()
+    known = len(list(cache.iterdir()))
+    assert known > UNIFORM
+    again = lowtide.plan(CONFIG, tokens="4k", device="L40S", budget="3.2GiB")
+    assert again == plan, "from the cache"
+    assert len(list(cache.iterdir())) == known
+
+
+def test_a_given_policy_is_the_only_one(cache: Path):
+    plan = lowtide.plan(CONFIG, tokens=2048, device="H100", policy="recompute+tile(loss)", cache=False)
+    assert [candidate.policy for candidate in plan.candidates] == ["recompute+tile(loss)"]
+    assert plan.fits
+    assert not cache.exists()
+
+
+def test_a_budget_that_nothing_fits_says_what_the_least_is():
+    plan = lowtide.plan(CONFIG, tokens=2048, device="L40S", budget="1GiB")
+    assert not plan.fits
+    assert plan.policy is None
+    assert plan.least.device_bytes == min(candidate.device_bytes for candidate in plan.candidates)
+    model = transformers.LlamaForCausalLM(CONFIG)
+    before = dict(model.model.layers[0].__dict__)
+    with pytest.raises(DoesNotFitError, match=r"no policy fits 1 GiB at 2048 tokens. The least is .* too much"):
+        lowtide.apply(model, budget="1GiB", tokens=2048, device="L40S")
+    assert model.model.layers[0].__dict__ == before
+
+
+def test_apply_takes_a_budget():
+    model = transformers.LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+    applied = lowtide.apply(model, budget="3.2GiB", tokens=4096, device="L40S")
+    assert not applied.policy.is_none or applied.policy.overrides
+    applied.remove()
+    with pytest.raises(InvalidValueError, match="budget= needs tokens="):
+        lowtide.apply(model, budget="3GiB")
+    with pytest.raises(InvalidValueError, match="tokens: these describe a plan"):
+        lowtide.apply(model, tokens=4096)
+    with pytest.raises(InvalidValueError, match="a policy or a budget"):
+        lowtide.apply(model, "recompute", budget="3GiB", tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        ("Qwen3-9B", {}, InvalidValueError, "did you mean 'Qwen3-8B'|did you mean Qwen3-8B"),
+        ("llama", {"device": "L40"}, InvalidValueError, "did you mean L40S"),
+        ("no_such_module:build", {}, PlanError, "no_such_module:build cannot be imported"),
+        (42, {}, InvalidValueError, "a module, a configuration or a name"),
+        ("vit", {}, PlanError, "no model that computes a language-modelling loss"),
+        ("llama", {"images": "4x512x512"}, PlanError, "takes no pictures"),
+        ("llama", {"policy": "recompute+offload(disk=/scratch)"}, InvalidValueError, "no clock for"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_error(model: object, settings: dict, error: type, message: str):
+    with pytest.raises(error, match=message):
+        lowtide.plan(model, **{"tokens": 512, "device": "L40S", "policy": "recompute", **settings})
+    assert not workers()
+
+
+def test_without_a_device_one_must_be_named():
+    with pytest.raises(InvalidValueError, match="no GPU here to plan for"):
+        lowtide.plan("llama", tokens=512)
+
+
+def test_a_config_file_and_its_folder_are_the_same_model(tmp_path: Path):
+    CONFIG.save_pretrained(tmp_path / "tiny")
+    plans = [
+        lowtide.plan(where, tokens=512, device="L40S", policy="none")
+        for where in (tmp_path / "tiny", str(tmp_path / "tiny" / "config.json"))
+    ]
+    assert plans[0].peak_bytes == plans[1].peak_bytes
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidValueError, match="names no model_type"):
+        lowtide.plan(tmp_path / "config.json", tokens=512, device="L40S")
+
+
+def test_a_module_is_planned_without_its_weights():
+    model = transformers.LlamaForCausalLM(CONFIG)
+    target = find_target(model)
+    assert len(target.content) < 200_000
+    assert sum(p.numel() for p in build(target, Job(tokens=8)).parameters()) == sum(
+        p.numel() for p in model.parameters()
+    )
+    plan = lowtide.plan(model, tokens=512, device="L40S", policy="recompute")
+    assert plan.facts.model_class == "LlamaForCausalLM"
+
+
+SIZES = {
+    "Qwen3-VL-4B": 4.4,
+    "Qwen3-VL-8B": 8.8,
+    "Qwen2.5-VL-7B": 8.3,
+    "Qwen3-4B": 4.0,
+    "Qwen3-8B": 8.2,
+    "Qwen3-14B": 14.8,
+    "Qwen3-32B": 32.8,
+    "Qwen3-30B-A3B": 30.5,
+    "Llama-3.2-1B": 1.24,
+    "Llama-3.2-3B": 3.2,
+    "Llama-3.1-8B": 8.0,
+    "Llama-3.3-70B": 70.6,
+    "Mistral-7B": 7.25,
+    "Mixtral-8x7B": 46.7,
+    "Gemma-3-4B": 4.3,
+    "Gemma-3-27B": 27.4,
+    "gpt-oss-20b": 20.9,
+}
+"""Billions of weights, as their makers say."""
+
+
+def test_every_known_model_has_its_size():
+    assert set(SIZES) == set(known_models())
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_known_model_has_as_many_weights_as_its_makers_say(name: str):
+    model = build(find_target(name), Job(tokens=8))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(SIZES[name], rel=0.02)
+    assert known_models()[name]["source"].startswith("huggingface.co/")
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not():
+    job = Job(tokens=1024, engine="single")
+    card = dataclasses.replace(find_accelerator("L40S"), memory=4 * 2**30)
+    (found,) = find_longest(CONFIG, job, card, policies=["recompute+tile(loss)"])
+    assert found.most % 1024 == 0
+    fits, longer = (
+        lowtide.plan(CONFIG, tokens=tokens, device=card, policy="recompute+tile(loss)")
+        for tokens in (found.most, int(found.most * 1.15) + 1024)
+    )
+    assert fits.fits
+    assert not longer.fits
+    (batch,) = find_longest(
+        CONFIG, dataclasses.replace(job, tokens=4096), card, figure="batch_size", policies=["recompute+tile(loss)"]
+    )
+    assert 1 <= batch.most <= found.most // 4096 + 1
+
+
+def test_an_interrupt_leaves_no_process_and_no_half_of_a_result(cache: Path):
+    code = "import lowtide; lowtide.plan('Qwen3-8B', tokens='32k', device='L40S')"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=dict(os.environ))
+    deadline = time.monotonic() + 120
+    while not workers() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert workers()
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert b"KeyboardInterrupt" in errors
+    deadline = time.monotonic() + 20
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not workers()
+    assert not cache.exists() or not [path for path in cache.iterdir() if path.suffix == ".part"]

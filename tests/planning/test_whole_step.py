@@ -1,0 +1,140 @@
+"""Short stacks carried on to the whole length, engines, and bytes of other forms of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from lowtide.planning.accelerators import find_accelerator
+from lowtide.planning.job import Job
+from lowtide.planning.models import build, find_target
+from lowtide.planning.studio import Studio
+
+if TYPE_CHECKING:
+    from lowtide.planning.estimate import Estimate
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 8000,
+    "tie_word_embeddings": False,
+}
+PATTERNED = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 4000,
+    "sliding_window": 1024,
+}
+L40S = find_accelerator("L40S")
+POLICIES = (
+    "none",
+    "recompute",
+    "recompute+tile(loss, loss_tokens=2048)",
+    "recompute+offload+tile(mlp, tokens=4096)",
+    "offload",
+)
+
+
+def _target(config: dict[str, object]):
+    import transformers
+
+    fields = dict(config)
+    return find_target(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
+
+
+def _studio(config: dict[str, object], **job: object) -> Studio:
+    return Studio(_target(config), Job(tokens=8192, **job), L40S)
+
+
+def _estimate(policy: str = "recompute", **job: object) -> Estimate:
+    return _studio(LLAMA, **job).estimate(policy, exact=True)
+
+
+@pytest.mark.parametrize("config", [LLAMA, PATTERNED], ids=["llama", "gemma3"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_carried_on_is_the_same_as_simulated_whole(config: dict[str, object], policy: str):
+    studio = _studio(config)
+    carried, exact = (studio.estimate(policy, exact=whole) for whole in (False, True))
+    assert (carried.exact, exact.exact) == (False, True)
+    assert carried.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.005)
+    assert carried.seconds == pytest.approx(exact.seconds, rel=0.02)
+    assert carried.host_bytes == exact.host_bytes
+    assert sum(carried.owners.values()) == pytest.approx(carried.peak_bytes, rel=0.01)
+
+
+def test_owners_add_up_and_the_timeline_shows_the_peak():
+    estimate = _estimate("recompute+offload")
+    assert sum(estimate.owners.values()) == estimate.peak_bytes
+    assert sum(size for kinds in estimate.blocks.values() for size in kinds.values()) == estimate.peak_bytes
+    assert max(sum(point["bytes"].values()) for point in estimate.timeline) == estimate.peak_bytes
+    assert estimate.timeline[0]["phase"] == "forward"
+    assert estimate.timeline[-1]["phase"] == "optimizer"
+    assert estimate.peak_bytes <= estimate.needed_bytes <= estimate.reserved_bytes
+
+
+def test_weights_and_states_have_their_bytes():
+    model = build(_target(LLAMA), Job(tokens=8))
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    plain = _estimate().owners
+    assert plain["weights"] == pytest.approx(2 * weights, rel=0.01)
+    assert plain["optimizer"] == pytest.approx(4 * weights, rel=0.01)
+    assert _estimate(optimizer="adamw8bit").owners["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert "optimizer" not in _estimate(optimizer="sgd").owners
+    assert _estimate(masters=True).owners["optimizer"] == pytest.approx(12 * weights, rel=0.01)
+    assert _estimate(dtype="fp32").owners["weights"] == pytest.approx(4 * weights, rel=0.01)
+
+
+def test_adapters_train_little_and_a_base_of_4_bits_takes_little():
+    lora = _estimate(lora=8)
+    assert lora.owners["optimizer"] < 0.05 * lora.owners["weights"] * 2
+    small = _estimate(lora=8, base="4bit")
+    assert small.owners["weights"] < 0.6 * lora.owners["weights"], "embeddings and head stay as they are"
+
+
+def test_engines_share_what_they_share():
+    one = _estimate().owners
+    ddp = _estimate(engine="ddp", ranks=4).owners
+    assert ddp["communication"] == pytest.approx(one["weights"], rel=0.01), "a bucket for every gradient"
+    zero1 = _estimate(engine="zero1", ranks=4).owners
+    assert zero1["optimizer"] == pytest.approx(one["optimizer"] / 4, rel=0.02)
+    assert zero1["weights"] == one["weights"]
+    for engine in ("fsdp2", "zero3"):
+        shared = _estimate(engine=engine, ranks=4).owners
+        assert shared["weights"] == pytest.approx(one["weights"] / 4, rel=0.02)
+        assert shared["communication"] > 0, "gathered weights"
+
+
+def test_gathering_weights_takes_time():
+    slow = dataclasses.replace(L40S, network=1e9)
+    job = Job(tokens=8192, engine="zero3", ranks=8)
+    waits, hides = (Studio(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
+    assert waits.seconds > 2 * hides.seconds
+    assert waits.peak_bytes == hides.peak_bytes
+
+
+def test_a_graphics_card_without_flash_takes_another_kernel():
+    studio = Studio(
+        _target({**LLAMA, "num_key_value_heads": 16}), Job(tokens=4096, dtype="fp16"), find_accelerator("T4")
+    )
+    assert set(studio.estimate("recompute", exact=True).kernels) == {"efficient"}
+
+
+def test_more_tokens_take_more():
+    short, long = (
+        Studio(_target(LLAMA), Job(tokens=tokens), L40S).estimate("recompute", exact=False) for tokens in (4096, 16384)
+    )
+    assert long.peak_bytes > short.peak_bytes
+    assert long.seconds > short.seconds
+    assert torch.get_default_dtype() is torch.float32
