@@ -48,7 +48,8 @@ class CachedStudio:
         self._started: set[int] = set()
         self._enabled = enabled and target.kind != "factory"  # a function may build something else tomorrow
         content = hashlib.sha256(target.content).hexdigest()
-        self._key = [content, target.kind, target.name, job.to_dict(), accelerator.to_dict(), _versions()]
+        self._same = [content, target.kind, target.name, accelerator.to_dict(), _versions()]
+        self._job = job
 
     def __enter__(self) -> Self:
         return self
@@ -57,6 +58,12 @@ class CachedStudio:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._running.close()
+
+    def change_job(self, job: Job) -> None:
+        """From now on figures are those of another job."""
+        self._job = job
+        for remote in self._remotes:
+            remote.change_job(job)
 
     def stop(self) -> None:
         """End the processes now: whoever waits for one of them hears of it."""
@@ -86,7 +93,7 @@ class CachedStudio:
     ) -> dict[str, Any]:
         if not self._enabled:
             return ask(self._remote(lane))
-        text = json.dumps([what, asked, *self._key], sort_keys=True, default=str)
+        text = json.dumps([what, asked, self._job.to_dict(), *self._same], sort_keys=True, default=str)
         path = cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         if path.is_file():
             data: dict[str, Any] = json.loads(path.read_text())

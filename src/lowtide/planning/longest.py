@@ -67,20 +67,21 @@ def find_longest(
 ) -> list[Longest]:
     """The most `tokens` (to 1024) or the largest `batch_size` that fits, for each policy."""
     limit = accelerator.memory if budget is None else parse_bytes(budget)
-    target = find_target(model)
-
-    def needed(policy: str, value: int, *, exact: bool = False) -> tuple[float, Estimate]:
-        asked = dataclasses.replace(job, **{figure: value})  # type: ignore[arg-type]
-        with CachedStudio(target, asked, accelerator, enabled=cache) as studio:
-            estimate = studio.estimate(policy, exact=exact)
-        candidate = judged(estimate, limit, host_budget, margins_for(asked, accelerator))
-        return (candidate.device_bytes / limit if candidate.device_bytes > limit or candidate.fits else 2.0), estimate
-
     found = []
-    for place, policy in enumerate(policies):
-        if progress is not None:
-            progress(policy, place, len(policies))
-        found.append(_search(policy, needed, figure))
+    with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
+
+        def needed(policy: str, value: int, *, exact: bool = False) -> tuple[float, Estimate]:
+            asked = dataclasses.replace(job, **{figure: value})  # type: ignore[arg-type]
+            studio.change_job(asked)
+            estimate = studio.estimate(policy, exact=exact)
+            candidate = judged(estimate, limit, host_budget, margins_for(asked, accelerator))
+            too_much_on_the_host = not candidate.fits and candidate.device_bytes <= limit
+            return 2.0 if too_much_on_the_host else candidate.device_bytes / limit, estimate
+
+        for place, policy in enumerate(policies):
+            if progress is not None:
+                progress(policy, place, len(policies))
+            found.append(_search(policy, needed, figure))
     return found
 
 

@@ -50,6 +50,12 @@ class RemoteStudio:
         self._process.communicate()
         self._errors.close()
 
+    def change_job(self, job: Job) -> None:
+        """The same model with another job: the process stays."""
+        target, _, accelerator = self._opening
+        self._opening = (target, job, accelerator)
+        self._facts = None
+
     @property
     def facts(self) -> Facts:
         if self._facts is None:
