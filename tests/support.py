@@ -24,6 +24,11 @@ needs_trl_on_any_device = pytest.mark.skipif(
     reason="needs TRL 1 with an offload for any device: that of 0.26 asks for streams of CUDA, XPU or NPU",
 )
 
+needs_transformers_5 = pytest.mark.skipif(
+    (installed_version("transformers") or Version("0")) < Version("5"),
+    reason="plans of transformers models are refused with transformers 4",
+)
+
 needs_zoo = pytest.mark.skipif(
     (installed_version("transformers") or Version("0")) < Version("5"),
     reason="the zoo reads the fields of configurations, which are dataclasses from transformers 5 on",

@@ -73,7 +73,8 @@ def make_model(family: str, dtype: torch.dtype, *, lora: bool, device: str) -> n
     try:
         with torch.device(device):
             cls = getattr(transformers, _CLASSES[family])
-            model: nn.Module = cls._from_config(_config(family), attn_implementation="sdpa", dtype=dtype)
+            kernel = "sdpa" if cls._supports_sdpa else "eager"
+            model: nn.Module = cls._from_config(_config(family), attn_implementation=kernel, dtype=dtype)
             if lora:
                 names = ["q", "v"] if family == "t5" else ["q_proj", "v_proj"]
                 model = get_peft_model(model, LoraConfig(r=4, target_modules=names))

@@ -23,6 +23,9 @@ from lowtide.planning.longest import find_longest
 from lowtide.planning.models import build, find_target, known_models
 from lowtide.planning.planner import TILINGS
 from lowtide.planning.region_costs import TREATMENTS
+from support import needs_transformers_5
+
+pytestmark = needs_transformers_5
 
 CONFIG = transformers.LlamaConfig(
     hidden_size=1024,

@@ -16,6 +16,9 @@ from lowtide.planning.step import record
 from lowtide.policy import Policy
 from planning.planned_models import FAMILIES, TOKENS, batch_maker, make_model
 from planning.real_steps import real_peak, train
+from support import needs_transformers_5
+
+pytestmark = needs_transformers_5
 
 TOLERANCE = 0.005
 POLICIES = ("none", "recompute", "recompute+tile(loss, loss_tokens=64)", "recompute+tile(mlp, tokens=64)")

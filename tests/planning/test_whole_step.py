@@ -12,9 +12,12 @@ from lowtide.planning.accelerators import find_accelerator
 from lowtide.planning.job import Job
 from lowtide.planning.models import build, find_target
 from lowtide.planning.studio import Studio
+from support import needs_transformers_5
 
 if TYPE_CHECKING:
     from lowtide.planning.estimate import Estimate
+
+pytestmark = needs_transformers_5
 
 LLAMA = {
     "model_type": "llama",

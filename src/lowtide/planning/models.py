@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
+from lowtide.compat import installed_version
 from lowtide.errors import InvalidValueError, MissingDependencyError, PlanError
 from lowtide.planning.job import DTYPES
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from lowtide.planning.job import Job
 
+OLDEST_TRANSFORMERS = Version("5")
 KEPT_VALUES = 1 << 16
 """Buffers of up to so many numbers are sent with their values."""
 
@@ -157,8 +160,20 @@ def build(target: Target, job: Job) -> nn.Module:
         model = _made_by_factory(target, job)
     else:
         model = _from_transformers(target, job)
+    _check_version(model)
     model.to("meta")
     return model if job.lora is None or target.kind == "module" else _with_adapters(model, job)
+
+
+def _check_version(model: nn.Module) -> None:
+    """The step of a transformers 4 model builds masks and experts in ways that the simulator was not judged on."""
+    version = installed_version("transformers")
+    is_of_transformers = any(cls.__module__.partition(".")[0] == "transformers" for cls in type(model).__mro__)
+    if is_of_transformers and version is not None and version < OLDEST_TRANSFORMERS:
+        raise PlanError(
+            f"planning {type(model).__name__} needs transformers {OLDEST_TRANSFORMERS} or newer, and {version} is "
+            "installed: its figures would not be right. apply and audit work with it"
+        )
 
 
 def _unpickled(target: Target) -> nn.Module:

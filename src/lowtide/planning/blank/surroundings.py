@@ -37,6 +37,7 @@ def simulated_device(clock: Clock, attention: Attention) -> Iterator[None]:
 
 def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "tensor", _tensor_through_the_dispatcher
+    yield torch, "autocast", _autocast
     yield torch.nn.functional, "scaled_dot_product_attention", attention
     yield torch, "Stream", lambda device=None, **_: Stream(clock)  # noqa: ARG005
     yield torch, "Event", lambda *_, **__: Event(clock)
@@ -51,7 +52,12 @@ def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any
             yield module, "is_tracing", lambda *_: False
 
 
-_torch_tensor = torch.tensor
+_torch_tensor, _torch_autocast = torch.tensor, torch.autocast
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autocast`, which transformers 4 switches off around rotary angles. Blank tensors know none."""
+    return contextlib.nullcontext() if device_type == "meta" else _torch_autocast(device_type, *args, **kwargs)
 
 
 def _tensor_through_the_dispatcher(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:

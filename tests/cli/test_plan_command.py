@@ -1,0 +1,85 @@
+"""`lowtide plan` and `lowtide calibrate` on the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli import app
+from support import needs_transformers_5
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = needs_transformers_5
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "vocab_size": 8000,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWTIDE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("COLUMNS", "200")
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tiny") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_table_ends_with_the_line_to_paste(config: str):
+    result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "1.4GiB")
+    assert result.exit_code == 0, result.output
+    assert re.search(r'lowtide\.apply\(model, ".+"\)', result.stdout)
+    assert "why nothing faster" in result.stdout
+    assert result.stdout.count("fits") >= 2
+    assert "the ranking is the claim" in result.stdout
+
+
+def test_json_and_html(config: str, tmp_path: Path):
+    result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "1.4GiB", "--format", "json")
+    data = json.loads(result.stdout)
+    assert data["fits"]
+    assert data["policy"]
+    assert data["timeline"]
+    page = tmp_path / "plan.html"
+    result = run(
+        config, "--tokens", "4k", "--device", "L40S", "--budget", "1.4GiB", "--format", "html", "-o", str(page)
+    )
+    assert result.exit_code == 0
+    assert "The step over time" in page.read_text()
+
+
+def test_exit_codes(config: str):
+    assert run(config, "--device", "L40S", "--budget", "100MiB", "--policy", "recompute").exit_code == 1
+    refused = run(config, "--device", "L4000")
+    assert refused.exit_code == 2
+    assert "is no accelerator that Lowtide knows" in refused.stderr
+    assert run("no-such-model", "--device", "L40S").exit_code == 2
+
+
+def test_calibrating_needs_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    result = CliRunner().invoke(app, ["calibrate", "-o", str(tmp_path / "c.json")])
+    assert result.exit_code == 2
+    assert "run this on the machine that will train" in result.stderr
+    assert not list(tmp_path.iterdir())

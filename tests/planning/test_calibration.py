@@ -1,0 +1,47 @@
+"""Calibration runs on any device with events, and its file changes the seconds of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from lowtide.errors import InvalidValueError
+from lowtide.planning import calibration
+from lowtide.planning.accelerators import Efficiencies, calibrated, find_accelerator
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch):
+    for name, size in (("_MATRIX", 64), ("_SEQUENCE", 64), ("_HEADS", 2), ("_COPY", 4096), ("_REPEATS", 2)):
+        monkeypatch.setattr(calibration, name, size)
+
+
+@pytest.mark.usefixtures("_small")
+def test_measures_shares_of_the_peak(sim: str, tmp_path: Path):
+    slow = dataclasses.replace(find_accelerator("T4"), half_flops=1e15, bandwidth=1e12, link=1e11)
+    path = tmp_path / "calibration.json"
+    found = calibration.calibrate(path, slow)
+    for name, share in dataclasses.asdict(found).items():
+        assert 0 < share <= 1, name
+    assert calibrated(slow, path).efficiencies == found
+    torch.accelerator.synchronize()
+    assert sim == "sim"
+
+
+def test_a_broken_file_is_refused(tmp_path: Path):
+    path = tmp_path / "c.json"
+    path.write_text("{}")
+    with pytest.raises(InvalidValueError, match="is no calibration"):
+        find_accelerator("H100", path)
+
+
+def test_better_kernels_make_shorter_steps():
+    card = find_accelerator("H100")
+    better = dataclasses.replace(card, efficiencies=Efficiencies(matmul=1.0))
+    assert better.rates.matmul > card.rates.matmul
