@@ -22,10 +22,14 @@ def load(path: Path) -> list[Record]:
 
 
 def main() -> None:
+    (DOCS / "zoo.md").write_text(from_records())
+
+
+def from_records() -> str:
     (data,) = sorted((DOCS / "zoo").glob("transformers-*.json"))
     ours = DOCS / "zoo" / data.name.replace("transformers-", "lowtide-on-transformers-")
     version = data.stem.removeprefix("transformers-")
-    (DOCS / "zoo.md").write_text(page(version, data.name, load(data), ours.name, load(ours)))
+    return page(version, data.name, load(data), ours.name, load(ours))
 
 
 def page(version: str, name: str, theirs: list[Record], our_name: str, ours: list[Record]) -> str:
@@ -54,6 +58,8 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         *counts(lowtide),
         "",
         *our_failures(ours),
+        "",
+        *our_refusals(ours),
         "",
         f"[The records](zoo/{our_name}).",
         "",
@@ -93,6 +99,20 @@ def our_failures(records: list[Record]) -> list[str]:
     if not found:
         return ["No check failed."]
     return ["| model type | class | policy: check | what was found | repeat with |", "|---|---|---|---|---|", *found]
+
+
+def our_refusals(records: list[Record]) -> list[str]:
+    """What the engine cannot do, it says: by name, with the reason."""
+    refused = [record for record in records if record.status == "refused"]
+    if not refused:
+        return []
+    return [
+        "Refused by name:",
+        "",
+        "| model type | the error |",
+        "|---|---|",
+        *(f"| {record.model_type} | {cell(record.why or '')} |" for record in refused),
+    ]
 
 
 def example(records: list[Record], check: str) -> str:

@@ -30,14 +30,7 @@ _COLOURS = {
 
 def as_page(plan: Plan) -> str:
     """One file that needs no network. Needs the `html` extra."""
-    timeline = _timeline(plan)
-    return render(
-        _TEMPLATE,
-        plan=plan,
-        code=code_for(plan),
-        bars=_bars(plan, with_script=timeline is None),
-        timeline=timeline,
-    )
+    return render(_TEMPLATE, plan=plan, code=code_for(plan), bars=_bars(plan), timeline=_timeline(plan))
 
 
 def code_for(plan: Plan) -> str | None:
@@ -45,7 +38,7 @@ def code_for(plan: Plan) -> str | None:
     return None if plan.best is None else f'lowtide.apply(model, "{plan.best.policy}")'
 
 
-def _bars(plan: Plan, *, with_script: bool) -> str:
+def _bars(plan: Plan) -> str:
     """Peak memory of every policy, by owner, beside the budget."""
     candidates = plan.candidates[::-1]
     names = [_label(candidate.policy) for candidate in candidates]
@@ -70,7 +63,7 @@ def _bars(plan: Plan, *, with_script: bool) -> str:
         "shapes": [_line({"x0": plan.budget / _GIB, "x1": plan.budget / _GIB, "yref": "paper", "y0": 0, "y1": 1})],
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
     }
-    return chart(data, layout, name="peaks", with_script=with_script)
+    return chart(data, layout, name="peaks")
 
 
 def _label(policy: str) -> str:
@@ -113,7 +106,7 @@ def _timeline(plan: Plan) -> str | None:
         "shapes": [_line({"y0": plan.budget / _GIB, "y1": plan.budget / _GIB, "xref": "paper", "x0": 0, "x1": 1})],
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
     }
-    return chart(data, layout, name="timeline")
+    return chart(data, layout, name="timeline", with_script=False)  # the first chart brought it
 
 
 def _line(where: dict[str, Any]) -> dict[str, Any]:

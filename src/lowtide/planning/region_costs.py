@@ -72,6 +72,8 @@ def region_costs(whole: Whole, recordings: dict[str, Recording]) -> StepCosts:
     waiting = 0
     for name in whole.names:
         stand_in = whole.stand_in(name)
+        if not keep.ran(stand_in):
+            continue  # a tower without its input: no treatment costs anything
         costs = {treatment: reading.cost(stand_in) for treatment, reading in readings.items()}
         found.append(
             RegionCosts(
@@ -98,6 +100,9 @@ class _Reading:
         self._waiting: dict[str, int] = {}
         self._own: dict[Moment, int] = {}
         self._read()
+
+    def ran(self, region: str) -> bool:
+        return Moment("forward", region) in self._own
 
     def cost(self, region: str) -> Cost:
         seconds = self._recording.block_seconds

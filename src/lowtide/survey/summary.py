@@ -70,7 +70,8 @@ def as_text(records: list[Record]) -> str:
 def as_json(records: list[Record]) -> str:
     """Everything: the summary, then the records."""
     data: dict[str, Any] = dataclasses.asdict(summarize(records))
-    return json.dumps({"summary": data, "records": [dataclasses.asdict(record) for record in records]}, indent=1)
+    ordered = sorted(records, key=lambda record: record.model_type)
+    return json.dumps({"summary": data, "records": [dataclasses.asdict(record) for record in ordered]})
 
 
 def as_html(records: list[Record]) -> str:
