@@ -7,6 +7,7 @@
 #   make test-peers   the tests that need a peer's package
 #   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
+#   make plans   the tables of plans in the docs (about ten minutes)
 #   make docs    the documentation site, in site/
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PEERS := .venv-peers/bin
 COMPAT := .venv-compat/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo demo test test-all test-peers test-compat lint bench docs clean
+.PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/memory_cap.py
@@ -48,9 +49,13 @@ TRANSFORMERS = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m
 
 # An exit code of 1 says that something failed, which is what the page is for.
 zoo: .venv/.dev
+	@mkdir -p docs/zoo
 	$(ZOO) --engine transformers --records zoo-theirs.jsonl -o docs/zoo/transformers-$(TRANSFORMERS).json || test $$? = 1
 	$(ZOO) --engine lowtide --records zoo-ours.jsonl -o docs/zoo/lowtide-on-transformers-$(TRANSFORMERS).json || test $$? = 1
 	$(BIN)/python bench/zoo_page.py
+
+plans: .venv/.dev
+	$(BIN)/python bench/plan_tables.py
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

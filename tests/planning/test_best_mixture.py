@@ -1,0 +1,98 @@
+"""For the same budget, no uniform policy is faster than the plan: models, lengths and accelerators in many pairs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import transformers
+
+from lowtide.planning.accelerators import find_accelerator
+from lowtide.planning.job import Job
+from lowtide.planning.margins import margins_for
+from lowtide.planning.models import find_target
+from lowtide.planning.planner import _Planner
+from lowtide.planning.studio import Studio
+from support import needs_transformers_5
+
+if TYPE_CHECKING:
+    from lowtide.planning.estimate import Estimate
+    from lowtide.planning.region_costs import StepCosts
+
+pytestmark = needs_transformers_5
+
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (
+        transformers.LlamaConfig(
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=12,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            vocab_size=32000,
+        ),
+        {"lora": 16},
+    ),
+    "qwen3": (
+        transformers.Qwen3Config(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            vocab_size=64000,
+        ),
+        {},
+    ),
+    "mixtral": (
+        transformers.MixtralConfig(
+            hidden_size=1024, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=16, vocab_size=32000
+        ),
+        {"engine": "ddp", "ranks": 4},
+    ),
+}
+CASES = list(itertools.product(CONFIGS, (4096, 16384), ("H100", "L40S", "RTX 4090", "T4")))
+QUICK = [("llama", 4096, "L40S"), ("qwen3", 16384, "H100")]
+
+
+class InThisProcess:
+    """A studio for a planner that asks from several threads."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+        self._lock = threading.Lock()
+        self.facts = studio.facts
+
+    def estimate(self, policy: str, *, exact: bool) -> Estimate:
+        with self._lock:
+            return self._studio.estimate(policy, exact=exact)
+
+    def costs(self, tile: str) -> StepCosts:
+        with self._lock:
+            return self._studio.costs(tile)
+
+    def stop(self) -> None:
+        raise AssertionError("nothing should go wrong here")
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "device"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_no_uniform_policy_is_faster_than_the_plan(name: str, tokens: int, device: str):
+    config, settings = CONFIGS[name]
+    job = Job(tokens=tokens, dtype="fp16", **settings)
+    card = find_accelerator(device)
+    studio = InThisProcess(Studio(find_target(config), job, card))
+    least, most = (studio.estimate(policy, exact=False) for policy in ("recompute+offload+tile", "none"))
+    margin = margins_for(job, card).total
+    budget = margin + (least.needed_bytes + most.needed_bytes) // 2
+    plan = _Planner(studio, job, card, budget, None, exact=False, progress=None).all()
+    assert plan.best is not None
+    assert plan.best.estimate.exact
+    assert plan.best.device_bytes <= budget
+    for candidate in plan.candidates:
+        assert not candidate.fits or candidate.estimate.seconds >= plan.step_seconds * (1 - 1e-9), candidate.policy
+    assert ";" in plan.best.policy or plan.best.policy == plan.candidates[0].policy, "half of the way, a mixture helps"
