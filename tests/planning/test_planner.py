@@ -46,13 +46,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def workers() -> list[str]:
+    """Planning processes that were started with this test's cache: others may plan on this machine, too."""
+    mark = f"LOWTIDE_CACHE={os.environ['LOWTIDE_CACHE']}\0".encode()
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            line = path.read_bytes().replace(b"\0", b" ").decode()
+            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            is_ours = mark in (process / "environ").read_bytes()
         except OSError:
             continue
-        if "lowtide.planning.worker" in line:
+        if is_ours and "lowtide.planning.worker" in line:
             found.append(line)
     return found
 

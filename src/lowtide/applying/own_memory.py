@@ -42,4 +42,10 @@ class OwnMemory:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    """Where its memory is. Tensors of a plan have none, and are told apart by their storages instead.
+
+    A storage is no name for memory that comes and goes: ZeRO-3 makes a new one for each gathered weight, and the next
+    activation's may be where it was.
+    """
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.device.type == "meta" else storage.data_ptr()
