@@ -74,6 +74,8 @@ def test_carried_on_is_the_same_as_simulated_whole(config: dict[str, object], po
     assert carried.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.005)
     assert carried.seconds == pytest.approx(exact.seconds, rel=0.02)
     assert carried.host_bytes == exact.host_bytes
+    if config is LLAMA:
+        assert (carried.phase, carried.block) == (exact.phase, exact.block)
     assert sum(carried.owners.values()) == pytest.approx(carried.peak_bytes, rel=0.01)
 
 

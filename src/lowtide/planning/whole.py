@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lowtide.planning.blank import Moment
 from lowtide.planning.layers import Stack
 from lowtide.planning.reading import owners_at, peaks_by_moment
 
 if TYPE_CHECKING:
-    from lowtide.planning.blank import Moment
     from lowtide.planning.step import Recording
 
 _Place = tuple[str, str, str, int]
@@ -36,11 +36,16 @@ class Whole:
         return cls(names, Stack.nothing(), recording, recording)
 
     def highest(self) -> tuple[int, Moment, dict[str, int]]:
-        """The peak, a moment of the longer recording that stands for its place, and the owners there."""
+        """The peak, the moment of it in the whole model, and the owners there."""
         peaks = {place: self._carried(place) for place in self._many}
         place = max(peaks, key=lambda key: peaks[key])
-        moment = self._many[place][1]
-        return round(peaks[place]), moment, self._owners(place)
+        return round(peaks[place]), self._moment(place), self._owners(place)
+
+    def _moment(self, place: _Place) -> Moment:
+        phase, block, end, distance = place
+        if not end:
+            return Moment(phase, block)
+        return Moment(phase, f"{block}.{distance if end == 'first' else self.stack.length - 1 - distance}")
 
     def peak(self, phase: str, region: str) -> int:
         """The most bytes in a phase of a region of the whole model; of inner blocks, in proportion.
