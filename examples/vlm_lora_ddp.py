@@ -1,4 +1,4 @@
-"""LoRA on a vision-language model under DDP: recompute and tiles, with the gradients guarded.
+"""LoRA on a vision-language model under DDP: recompute, the disk tier and tiles, with the gradients guarded.
 
     torchrun --nproc-per-node 2 examples/vlm_lora_ddp.py
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BACKEND, DEVICE = "gloo", "cpu"  # for GPUs: "nccl", f"cuda:{os.environ['LOCAL_RANK']}"
-POLICY = "recompute+tile(tokens=64, loss_tokens=64)"  # for GPUs: "recompute+offload+tile"
+SCRATCH = os.environ.get("SCRATCH", str(Path.cwd()))  # on a disk: saved activations wait there, in nameless files
+POLICY = f"recompute+offload(disk={SCRATCH})+tile(tokens=64, loss_tokens=64)"  # for GPUs: "recompute+offload+tile"
 STEPS = 8
 IMAGE, START, END = 150, 152, 153  # token ids
 

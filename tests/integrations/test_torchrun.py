@@ -31,6 +31,9 @@ def test_vision_language_lora():
     assert losses[-1] < losses[0]
     assert output.count("recomputes 8") == 4
     assert len(re.findall(r"rank [01]: peak memory", output)) == 2
+    assert len(re.findall(r"offload\(disk=.*packed 0 B to [1-9]", output)) >= 2, (
+        "all but the last region's inputs were away"
+    )
 
 
 def test_trainer_on_two_ranks_with_its_own_reentrant_checkpointing_asked_for():
