@@ -8,6 +8,7 @@ import pytest
 from trained import BOUNDARY, LAYERS, Scene, assert_same, open_files, our_threads, train_step
 
 from lowtide import simdevice
+from lowtide.stores.disk import THREADS
 
 POLICIES = [
     ("cpu", "recompute+offload(disk={}, tmpfs)"),
@@ -15,6 +16,16 @@ POLICIES = [
     ("sim", f"recompute+offload(host={2 * BOUNDARY}, disk={{}}, tmpfs)"),
     ("sim", "recompute+offload"),
 ]
+
+
+SLACK = {
+    "objects": 100,
+    "threads": THREADS,
+    "peak host": LAYERS * BOUNDARY,
+    "peak disk": LAYERS * BOUNDARY,
+    "pinned": LAYERS * BOUNDARY,
+}
+"""How busy threads and buffers are is a matter of timing. What one step leaves behind, two hundred would multiply."""
 
 
 def counts(scene):
@@ -41,9 +52,10 @@ def test_nothing_grows(sim, tmp_path, device, policy):
     for _ in range(200):
         train_step(scene.model)
     after = counts(scene)
-    assert after.pop("objects") <= before.pop("objects") + 100, "less than one object per step"
+    assert after["peak disk"] <= (LAYERS - 1) * BOUNDARY
+    for name, slack in SLACK.items():
+        assert after.pop(name) <= before.pop(name) + slack, name
     assert after == before
     assert after["held"] == 0
-    assert after["peak disk"] <= (LAYERS - 1) * BOUNDARY
     assert_same(train_step(scene.model), scene.expected)
     scene.close()
