@@ -218,7 +218,10 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
 
 
 def test_an_interrupt_leaves_no_process_and_no_half_of_a_result(cache: Path):
-    code = "import lowtide; lowtide.plan('Qwen3-8B', tokens='32k', device='L40S')"
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+        "import lowtide; lowtide.plan('Qwen3-8B', tokens='32k', device='L40S')"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=dict(os.environ))
     deadline = time.monotonic() + 120
     while not workers() and time.monotonic() < deadline:
