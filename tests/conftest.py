@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,11 @@ def _device_comes_first() -> None:
 
 @pytest.fixture
 def sim() -> Iterator[str]:
-    """The emulated device in its default state. A test that breaks a rule must say so with `expect_violation`."""
+    """The emulated device in its default state. A test that breaks a rule must say so with `expect_violation`.
+
+    The collector waits: what an earlier test left in cycles must not vanish between two readings of live bytes.
+    """
+    gc.disable()
     default = simdevice.Settings()
     simdevice.enable(
         memory=default.memory,
@@ -35,6 +40,7 @@ def sim() -> Iterator[str]:
     simdevice.reset()
     torch.manual_seed(0)
     yield "sim"
+    gc.enable()
     left = simdevice.violations()
     simdevice.reset()
     assert not left, "\n".join(map(str, left))

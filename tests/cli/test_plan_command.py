@@ -77,6 +77,15 @@ def test_exit_codes(config: str):
     assert run("no-such-model", "--device", "L40S").exit_code == 2
 
 
+def test_the_longest_sequence_of_one_policy(config: str):
+    result = run(config, "--device", "T4", "--dtype", "fp16", "--budget", "2GiB", "--longest", "--policy", "recompute")
+    assert result.exit_code == 0, result.output
+    assert "recompute" in result.stdout
+    assert "tile" not in result.stdout, "only the policy that was asked for"
+    assert run(config, "--device", "T4", "--longest", "--largest-batch").exit_code == 2
+    assert run(config, "--device", "T4", "--longest", "--format", "html").exit_code == 2
+
+
 def test_calibrating_needs_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     result = CliRunner().invoke(app, ["calibrate", "-o", str(tmp_path / "c.json")])

@@ -150,3 +150,44 @@ def test_nothing_stays_patched():
         assert torch.Stream is not before[0]
         raise KeyboardInterrupt
     assert (torch.Stream, torch.Event, torch.tensor, torch.nn.functional.scaled_dot_product_attention) == before
+
+
+def test_flash_attention_takes_a_workspace_in_backward(ledger: Ledger):
+    """Float32 sums of the query's gradient and of the rows, and keys and values for all heads of grouped queries."""
+    query = torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    key = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    out.backward(torch.empty_like(out))
+    taken = [event.change for event in ledger.events if event.owner.kind == "workspace" and event.change > 0]
+    assert taken == [4 * 256 * (64 + 1) * 4 + 2 * 4 * 256 * 64 * 2]
+
+
+def test_efficient_attention_takes_a_workspace_in_backward(ledger: Ledger):
+    query = torch.empty(1, 2, 64, 32, device=DEVICE, requires_grad=True)
+    out = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    out.backward(torch.empty_like(out))
+    taken = [event.change for event in ledger.events if event.owner.kind == "workspace" and event.change > 0]
+    assert taken == [2 * 64 * 4], "in float32 the gradient itself is the sum"
+
+
+def test_a_quantized_weight_is_unpacked_for_each_product(ledger: Ledger):
+    weight = torch.empty(64, 64, dtype=torch.bfloat16, device=DEVICE)
+    ledger.quantized.add(weight.untyped_storage()._cdata)
+    _ = torch.empty(8, 64, dtype=torch.bfloat16, device=DEVICE) @ weight.t()
+    taken = [event.change for event in ledger.events if event.owner.kind == "workspace" and event.change > 0]
+    assert taken == [64 * 64 * 2]
+
+
+@pytest.mark.parametrize(("causal", "share"), [(True, 0.5), (False, 1.0)])
+def test_causal_attention_does_half_of_the_square(ledger: Ledger, causal: bool, share: float):
+    query = torch.empty(1, 2, 8192, 64, dtype=torch.bfloat16, device=DEVICE)
+    torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=causal)
+    assert ledger.clock.busy["attention"] == pytest.approx(share * 4 * 2 * 8192**2 * 64 / RATES.flops)
+
+
+def test_logits_are_named(ledger: Ledger):
+    ledger.logits_width = 100
+    logits = torch.empty(8, 100, device=DEVICE)
+    other = torch.empty(8, 99, device=DEVICE)
+    assert [event.owner.kind for event in ledger.events if event.change > 0] == ["logits", "activations"]
+    del logits, other

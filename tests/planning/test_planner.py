@@ -17,7 +17,7 @@ import transformers
 
 import lowtide
 from lowtide.errors import DoesNotFitError, InvalidValueError, PlanError
-from lowtide.planning import find_accelerator
+from lowtide.planning import find_accelerator, planner
 from lowtide.planning.job import Job
 from lowtide.planning.longest import find_longest
 from lowtide.planning.models import build, find_target, known_models
@@ -165,6 +165,27 @@ def test_a_module_is_planned_without_its_weights():
     )
     plan = lowtide.plan(model, tokens=512, device="L40S", policy="recompute")
     assert plan.facts.model_class == "LlamaForCausalLM"
+
+
+def test_a_setting_that_a_live_model_has_already_is_refused():
+    with pytest.raises(InvalidValueError, match="LlamaForCausalLM is planned as it is"):
+        lowtide.plan(transformers.LlamaForCausalLM(CONFIG), tokens=512, device="L40S", lora=8, policy="none")
+
+
+def test_adapters_for_layers_that_are_not_there_are_refused():
+    with pytest.raises(InvalidValueError, match="no linear layer is called query"):
+        build(find_target(CONFIG), Job(tokens=8, lora=8, lora_targets=("query",)))
+
+
+def test_a_calibration_is_honoured_however_the_device_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    card = find_accelerator("L40S")
+    path = tmp_path / "calibration.json"
+    path.write_text(
+        json.dumps({"efficiencies": dataclasses.asdict(dataclasses.replace(card.efficiencies, matmul=0.1))})
+    )
+    monkeypatch.setattr(planner, "this_accelerator", lambda: card)
+    for device in ("L40S", card, None):
+        assert planner.wanted_accelerator(device, path).efficiencies.matmul == 0.1
 
 
 SIZES = {

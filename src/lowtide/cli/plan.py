@@ -78,7 +78,7 @@ def plan(
 
     [bold]lowtide plan Llama-3.1-8B --device H100 --longest[/]
     """
-    from lowtide.errors import LowtideError
+    from lowtide.errors import InvalidValueError, LowtideError
 
     settings: dict[str, Any] = {
         "batch_size": batch,
@@ -100,8 +100,12 @@ def plan(
     }
     try:
         if longest or largest_batch:
+            if longest and largest_batch:
+                raise InvalidValueError("--longest and --largest-batch are two questions: ask one at a time")
+            if output is Format.HTML:
+                raise InvalidValueError("--longest and --largest-batch are answered as text or json")
             figure = "tokens" if longest else "batch_size"
-            code = _longest(model, tokens, settings, limits, figure=figure, cache=cache, output=output, to=to)
+            code = _longest(model, tokens, settings, limits, policy, figure=figure, cache=cache, output=output, to=to)
         else:
             code = _plan(model, tokens, settings | limits, policy, exact=exact, cache=cache, output=output, to=to)
     except LowtideError as error:
@@ -230,13 +234,14 @@ def _longest(
     tokens: str,
     settings: dict[str, Any],
     limits: dict[str, Any],
+    policy: str | None,
     *,
     figure: str,
     cache: bool,
     output: Format,
     to: Path | None,
 ) -> int:
-    from lowtide.planning.longest import find_longest
+    from lowtide.planning.longest import POLICIES, find_longest
     from lowtide.planning.planner import make_job, wanted_accelerator
     from lowtide.units import parse_bytes
 
@@ -249,14 +254,15 @@ def _longest(
             figure=figure,
             budget=limits["budget"],
             host_budget=None if host is None else parse_bytes(host),
+            policies=POLICIES if policy is None else [policy],
             cache=cache,
             progress=show,
         )
     )
     if output is Format.TEXT and to is None:
         _print_longest(found, figure)
-    elif output is Format.HTML:
-        _write("\n".join(f"<p>{row.policy}: {row.most}</p>" for row in found), to)
+    elif output is Format.TEXT:
+        _write("\n".join(f"{row.policy}: {row.most}" for row in found), to)
     else:
         _write(json.dumps([row.to_dict() for row in found], indent=2), to)
     return 0 if any(row.most for row in found) else 1

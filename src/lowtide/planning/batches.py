@@ -24,8 +24,8 @@ def make_batch(model: nn.Module, job: Job, device: torch.device) -> dict[str, An
     config = getattr(model, "config", None)
     if config is None:
         raise PlanError(
-            f"{type(model).__name__} has no configuration that tells what its batches look like: plan a transformers "
-            "model, or give batch=, a function from (model, device) to the arguments of forward"
+            f"{type(model).__name__} has no configuration (model.config, as transformers' models have) that tells what "
+            "its batches look like: only such models can be planned"
         )
     if job.images is not None:
         return _with_pictures(model, config, job, device)

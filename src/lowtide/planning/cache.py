@@ -18,6 +18,7 @@ from lowtide.planning.estimate import Estimate
 from lowtide.planning.region_costs import Cost, RegionCosts, StepCosts
 from lowtide.planning.remote import RemoteStudio
 from lowtide.planning.studio import Facts
+from lowtide.user_cache import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,8 @@ LANES = 2
 
 
 def cache_directory() -> Path:
-    """Where plans are kept. `LOWTIDE_CACHE` moves the whole cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
-    return Path(os.environ.get("LOWTIDE_CACHE") or default) / "plans"
+    """Where plans are kept."""
+    return user_cache() / "plans"
 
 
 class CachedStudio:

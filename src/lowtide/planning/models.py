@@ -22,7 +22,8 @@ from torch import nn
 
 from lowtide.compat import installed_version
 from lowtide.errors import InvalidValueError, MissingDependencyError, PlanError
-from lowtide.planning.job import DTYPES
+from lowtide.planning.blank.values import MOST_NUMBERS
+from lowtide.planning.job import DTYPES, LORA_TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from lowtide.planning.job import Job
 
 OLDEST_TRANSFORMERS = Version("5")
-KEPT_VALUES = 1 << 16
-"""Buffers of up to so many numbers are sent with their values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +123,7 @@ class _WithoutWeights(pickle.Pickler):
                 "plan it by name, with engine= for sharded and base='4bit' for quantized weights"
             )
         is_parameter = isinstance(thing, nn.Parameter)
-        if not is_parameter and thing.device.type == "cpu" and thing.numel() <= KEPT_VALUES:
+        if not is_parameter and thing.device.type == "cpu" and thing.numel() <= MOST_NUMBERS:
             return NotImplemented
         return _blank, (tuple(thing.shape), thing.stride(), thing.dtype, is_parameter, thing.requires_grad)
 
@@ -155,6 +154,11 @@ def _without_weights(model: nn.Module) -> bytes:
 def build(target: Target, job: Job) -> nn.Module:
     """The module, on the meta device, with adapters if the job has them."""
     if target.kind == "module":
+        if job.lora is not None:
+            raise InvalidValueError(
+                f"lora={job.lora}: {target.name} is planned as it is. Give it adapters first (peft.get_peft_model), or "
+                "plan it by name"
+            )
         model = _unpickled(target)
     elif target.kind == "factory":
         model = _made_by_factory(target, job)
@@ -162,7 +166,7 @@ def build(target: Target, job: Job) -> nn.Module:
         model = _from_transformers(target, job)
     _check_version(model)
     model.to("meta")
-    return model if job.lora is None or target.kind == "module" else _with_adapters(model, job)
+    return model if job.lora is None else _with_adapters(model, job)
 
 
 def _check_version(model: nn.Module) -> None:
@@ -259,7 +263,12 @@ def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
     except ImportError as error:
         raise MissingDependencyError("planning LoRA needs peft: pip install 'lowtide[hf]'") from error
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets: Any = [target for target in job.lora_targets if target in names] or "all-linear"
+    targets: Any = [target for target in job.lora_targets if target in names]
+    if not targets and job.lora_targets != LORA_TARGETS:
+        raise InvalidValueError(
+            f"no linear layer is called {', '.join(job.lora_targets)}: there are {', '.join(names)}"
+        )
+    targets = targets or "all-linear"
     config = peft.LoraConfig(r=job.lora, lora_alpha=job.lora, target_modules=targets)
     with _building(job):
         adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=job.lora_dtype == "fp32")

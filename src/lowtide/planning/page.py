@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.planning.result import KINDS
 from lowtide.report_page import chart, render
-from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.planning.result import Plan
@@ -111,10 +110,3 @@ def _timeline(plan: Plan) -> str | None:
 
 def _line(where: dict[str, Any]) -> dict[str, Any]:
     return {"type": "line", "line": {"dash": "dash", "width": 1.5, "color": "#c0392b"}, **where}
-
-
-def summary(plan: Plan) -> str:
-    """The plan in a sentence."""
-    if plan.best is None:
-        return f"nothing fits {format_bytes(plan.budget)}: the least is {plan.least.policy}, which {plan.least.limit}"
-    return f"{plan.best.policy} fits with {format_bytes(plan.best.device_bytes)} of {format_bytes(plan.budget)}"

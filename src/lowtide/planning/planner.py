@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.planning.accelerators import Accelerator, find_accelerator
+from lowtide.planning.accelerators import Accelerator, calibrated, find_accelerator
 from lowtide.planning.cache import LANES, CachedStudio, lane_of
 from lowtide.planning.detect import this_accelerator
 from lowtide.planning.job import LORA_TARGETS, Job
@@ -269,6 +269,7 @@ def parse_images(images: tuple[int, int, int] | str | None) -> tuple[int, int, i
 
 def wanted_accelerator(device: str | Accelerator | None, calibration: Path | None) -> Accelerator:
     """The one that is named, or the one that is here."""
-    if isinstance(device, Accelerator):
-        return device
-    return this_accelerator() if device is None else find_accelerator(device, calibration)
+    if isinstance(device, str):
+        return find_accelerator(device, calibration)
+    found = this_accelerator() if device is None else device
+    return found if calibration is None else calibrated(found, calibration)

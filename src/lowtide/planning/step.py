@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.applying import apply
-from lowtide.errors import PlanError
+from lowtide.errors import NoRegionError, PlanError
 from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, simulated_device
 from lowtide.planning.parallel import Parallel
 from lowtide.planning.watch import Watch
@@ -45,7 +45,6 @@ class Recording:
     kernels: dict[str, int]
     """Attention kernels that were picked."""
     operations: int
-    regions: list[str]
     stored_bytes: int
     """The most bytes that the offload store held."""
     packed: dict[str, int]
@@ -101,7 +100,6 @@ def record(
         busy=dict(ledger.clock.busy),
         kernels=dict(attention.picked),
         operations=ledger.operations,
-        regions=[region.name for region in applied.regions],
         stored_bytes=report.peak_host_bytes,
         packed={region.name: region.packed_bytes for region in report.regions},
         block_seconds=watch.seconds,
@@ -144,6 +142,6 @@ def _tensors(batch: dict[str, Any]) -> list[torch.Tensor]:
 def _logits_width(model: nn.Module) -> int:
     try:
         head = find_head(model).module
-    except LookupError:
+    except NoRegionError:
         return 0
     return int(getattr(head, "out_features", 0) or 0)

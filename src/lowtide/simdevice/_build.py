@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide.errors import SimBuildError, SimDeviceError
+from lowtide.user_cache import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,14 +87,12 @@ def _is_complete(directory: Path) -> bool:
 
 
 def cache_directory() -> Path:
-    """Where the library for this torch, Python and source lies. `LOWTIDE_CACHE` moves the whole cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
-    root = Path(os.environ.get("LOWTIDE_CACHE") or default)
+    """Where the library for this torch, Python and source lies."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     abi = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-    return root / "simdevice" / f"torch-{torch.__version__}-{abi}-{digest.hexdigest()[:12]}"
+    return user_cache() / "simdevice" / f"torch-{torch.__version__}-{abi}-{digest.hexdigest()[:12]}"
 
 
 def _compiler() -> str | None:
