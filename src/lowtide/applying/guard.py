@@ -9,6 +9,7 @@ gradients, as frozen towers do, unless gradients arrive at its parameters all th
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,12 @@ _ACCUMULATE_GRAD = 2**63
 
 
 def _saves_something(node: Node) -> bool:
-    return any(bool(getattr(node, name)) for name in dir(node) if name.startswith("_raw_saved_"))
+    return any(bool(getattr(node, name)) for name in _saved_names(type(node)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _saved_names(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _findings(region: RegionRuntime) -> list[str]:

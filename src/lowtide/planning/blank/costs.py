@@ -7,12 +7,16 @@ results once. Causal attention does half of the square.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.planning.blank.trees import is_blank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 
@@ -86,25 +90,38 @@ _COPIES = frozenset({aten._to_copy, aten.copy_})
 
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: list[torch.Tensor]) -> Cost:
     """Of an operation, all of whose tensors are given too. Views cost nothing, and neither does work of the host."""
-    packet = func._overloadpacket
-    if packet in _FREE:
+    kind, count = _nature(func)
+    if kind == "free":
         return Cost()
     here = [tensor for tensor in tensors if is_blank(tensor)]
     if not here:
         return Cost()
-    if packet in _COPIES and len(here) < len(tensors):
-        return _transfer(packet, args, kwargs, out)
+    if kind == "copy":
+        if len(here) < len(tensors):
+            return _transfer(func._overloadpacket, args, kwargs, out)
+        kind = "memory"
     nbytes = sum(_touched(tensor) for tensor in here)
+    flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
+    if kind.startswith("attention") and _is_causal(func, args, kwargs):
+        flops /= 2
+    return Cost(flops, nbytes, kind, single_precision=here[0].dtype is torch.float32)
+
+
+@functools.cache
+def _nature(func: Any) -> tuple[str, Callable[..., Any] | None]:
+    """`free`, `copy` or a cost's kind, and how its FLOPs are counted: the same whenever it is called."""
+    packet = func._overloadpacket
+    if packet in _FREE:
+        return "free", None
+    if packet in _COPIES:
+        return "copy", None
     count = flop_registry.get(packet)
     if count is None:
-        return Cost(nbytes=nbytes)
-    flops = float(count(*args, **kwargs, out_val=out))
-    single = here[0].dtype is torch.float32
+        return "memory", None
     name = packet.__name__
     if "attention" not in name:
-        return Cost(flops, nbytes, "matmul", single_precision=single)
-    kind = "attention_backward" if "backward" in name else "attention"
-    return Cost(flops / 2 if _is_causal(func, args, kwargs) else flops, nbytes, kind, single_precision=single)
+        return "matmul", count
+    return ("attention_backward" if "backward" in name else "attention"), count
 
 
 def _transfer(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:

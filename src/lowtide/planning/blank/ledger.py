@@ -103,6 +103,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._write(size, number, "device", owner)
         return _Release(self, size, number, owner)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks. Nothing is compiled here, and keeping its compiler out would cost a call per operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -48,7 +48,7 @@ class Shapes:
             return _RESULTS.get(func._overloadpacket, func)(*args, **kwargs)
         if key not in self._known:
             out = _RESULTS.get(func._overloadpacket, func)(*args, **kwargs)
-            if isinstance(out, torch.Tensor) and out.device.type == "meta":
+            if isinstance(out, torch.Tensor) and out.is_meta:
                 self._known[key] = _form(out)
             return out
         return _made(self._known[key])
@@ -68,7 +68,7 @@ def _key(things: tuple[Any, ...]) -> Any:
     parts = []
     for thing in things:
         if isinstance(thing, torch.Tensor):
-            if thing.device.type != "meta":
+            if not thing.is_meta:
                 return _UNKNOWN
             parts.append(_form(thing))
         elif isinstance(thing, list | tuple):

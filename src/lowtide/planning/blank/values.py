@@ -10,6 +10,7 @@ of experts work: the choice among unknown scores (`topk`, `argmax`, `sort`) is t
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +31,11 @@ MOST_INTEGERS = 1 << 22
 MOST_NUMBERS = 1 << 16
 
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_READS = frozenset({aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal})
-_SHAPED_BY_VALUES = frozenset(
-    {
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "reads": (aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal),
+    "copies": (aten.copy_,),
+    "moves": (aten._to_copy,),
+    "shaped by values": (
         aten.nonzero,
         aten.masked_select,
         aten.unique_dim,
@@ -40,11 +43,17 @@ _SHAPED_BY_VALUES = frozenset(
         aten.unique_consecutive,
         aten.repeat_interleave,
         aten.bincount,
-    }
-)
-_INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
-_UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
-_RANKINGS = frozenset({aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin})
+    ),
+    "indexed": (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_),
+    "unset": (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided),
+    "ranking": (aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin),
+}
+
+
+@functools.cache
+def _kind(func: Any) -> str:
+    """What is special about an operation: mostly nothing. Looked up once for each, as it is asked for each time."""
+    return next((kind for kind, packets in _KINDS.items() if func._overloadpacket in packets), "")
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -62,16 +71,16 @@ def give_value(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor], shapes: Shapes) -> Any:
     """An operation on blank tensors (`inputs` are all of them), and on their values where they are known."""
-    packet = func._overloadpacket
-    if packet in _READS and any(map(is_blank, inputs)):
+    kind = _kind(func)
+    if kind == "reads" and any(map(is_blank, inputs)):
         return _read(func, args)
-    if packet is aten.copy_ and is_blank(args[1]) and not is_blank(args[0]):
+    if kind == "copies" and is_blank(args[1]) and not is_blank(args[0]):
         return _copied_to_host(args)
-    if packet is aten._to_copy and is_blank(args[0]) and _leaves(kwargs):
+    if kind == "moves" and is_blank(args[0]) and _leaves(kwargs):
         return _moved_to_host(args[0], kwargs)
-    if packet in _SHAPED_BY_VALUES and any(map(is_blank, inputs)):
+    if kind == "shaped by values" and any(map(is_blank, inputs)):
         return _shaped_by_values(func, args, kwargs, inputs)
-    if packet in _INDEXED:
+    if kind == "indexed":
         args = (args[0], list(_positions(args[1])), *args[2:])
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}  # host memory here is never written to, so it takes no page
@@ -109,13 +118,13 @@ def _update(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: li
         _update_in_place(func, args, kwargs, known=known)
         return
     results = [tensor for tensor in tensors_in((out,)) if is_blank(tensor)]
-    if not results or func._overloadpacket in _UNSET:
+    if not results or _kind(func) == "unset":
         return
     if known:
         if all(_is_kept(tensor) for tensor in results):
             with contextlib.suppress(NotImplementedError):  # the CPU has no such kernel: then its value is unknown
                 _attach(out, _on_values(func, args, kwargs))
-    elif func._overloadpacket in _RANKINGS:
+    elif _kind(func) == "ranking":
         _rank_evenly(results, args[0])
 
 
