@@ -1,5 +1,5 @@
 # Every target sets up what it needs in .venv by itself, once.
-#   make demo    the device and the story, end to end
+#   make demo    the whole story in three minutes, no GPU needed
 #   make test    the tests
 #   make test-all   the slow ones, too
 #   make lint    ruff, mypy --strict, import-linter
@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs clean
 
 demo: .venv/.demo
-	$(BIN)/python examples/memory_cap.py
+	$(BIN)/lowtide demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -53,7 +53,7 @@ def test_every_requirement_is_pinned_and_admits_its_pin():
 
 
 def test_the_extras_are_there():
-    assert set(metadata()["optional-dependencies"]) == {"hf", "deepspeed", "html", "plan", "sim", "dev", "docs"}
+    assert set(metadata()["optional-dependencies"]) == {"hf", "deepspeed", "html", "sim", "dev", "docs"}
 
 
 CODE = re.compile(r"```python\n(?P<code>.*?)```(?:\n+```text\n(?P<output>.*?)```)?", flags=re.DOTALL)
