@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from lowtide import compat
+from lowtide.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -86,6 +88,31 @@ def test_code_in_readme_and_docs_runs_and_prints_what_is_shown(code: str, output
 
 def test_the_readme_has_code_to_run():
     assert any("README" in block.id for block in python_blocks())
+
+
+def test_the_readme_shows_a_plan_of_the_tables():
+    """The same figures as in docs/plans.json, which `make plans` writes."""
+    (shown,) = re.findall(
+        r"\$ lowtide plan Qwen3-VL-4B --tokens 128k(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    plans = json.loads((ROOT / "docs/plans.json").read_text())
+    (plan,) = [plan for plan in plans if plan["case"]["model"] == "Qwen3-VL-4B" and plan["case"]["tokens"] == "128k"]
+    rows = {candidate["policy"]: candidate for candidate in plan["candidates"]}
+    lines = [line.split() for line in shown.splitlines() if line.startswith(("no ", "fits "))]
+    assert len(lines) > 4
+    for verdict, policy, *figures in lines:
+        row = rows[policy]
+        host = [format_bytes(row["host_bytes"])] if row["host_bytes"] else []
+        told = " ".join([format_bytes(row["device_bytes"]), *host, f"{row['seconds']:.0f} s"])
+        assert (verdict == "fits", " ".join(figures)) == (row["fits"], told)
+    assert f'lowtide.apply(model, "{plan["best"]}")' in shown
+
+
+def test_the_readme_names_the_tested_versions():
+    rows = dict(
+        re.findall(r"^\| (\w+) \| (\d[\d.]* \| \d[^|,]*?)(?:,.*)? \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    )
+    assert rows == {name: f"{compat.MINIMUM[name]} | {tested}" for name, tested in compat.TESTED.items()}
 
 
 def test_pages_install_with_the_constraints():
