@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from lowtide.applying.seam import Runtime
     from lowtide.regions import Selector
+    from lowtide.stores import Store
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def apply(
     _check_rules(wanted, found)
     _check_device(model, wanted, found)
     _check_tiles(model, wanted, found)
-    previous = _applied_to(model)
+    previous = applied_to(model)
     if len(previous) == 1 and previous[0].is_the_same(wanted, found, strict=strict):
         return previous[0]
     for handle in previous:
@@ -94,6 +95,11 @@ class Applied:
         """The blocks that the policy acts on. The handle does not keep the model alive; without it there are none."""
         alive = ((name, module(), index) for name, module, index in self._regions)
         return [Region(name, module, index) for name, module, index in alive if module is not None]
+
+    @property
+    def store(self) -> Store | None:
+        """Where offloaded bytes wait; None if nothing is offloaded."""
+        return self._store
 
     def is_the_same(self, policy: Policy, regions: list[Region], *, strict: bool) -> bool:
         """Whether applying this again would change nothing."""
@@ -242,7 +248,7 @@ def _check_device(model: nn.Module, policy: Policy, regions: list[Region]) -> No
         )
 
 
-def _applied_to(model: nn.Module) -> list[Applied]:
+def applied_to(model: nn.Module) -> list[Applied]:
     """The handles that act on the model or on parts of it."""
     owners: list[Applied] = []
     for module in model.modules():
