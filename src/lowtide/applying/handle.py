@@ -7,7 +7,7 @@ import dataclasses
 import fnmatch
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -107,8 +107,24 @@ class Applied:
         mine = [region.module for region in self.regions]
         return (self.policy, self.strict) == (policy, strict) and modules == mine
 
-    def report(self) -> Report:
-        """What happened so far, per region."""
+    @overload
+    def report(self) -> Report: ...
+    @overload
+    def report(self, format: Literal["text", "json", "html"]) -> str: ...
+    def report(self, format: str | None = None) -> Report | str:  # noqa: A002  (as on the command line)
+        """What happened so far, per region: as data, which prints as text, or in a format for a file.
+
+        `"html"` is a page in the look of the plan's and the audit's; it needs the `html` extra.
+        """
+        report = self._read()
+        if format is None:
+            return report
+        writers = {"text": report.__str__, "json": report.to_json, "html": report.to_html}
+        if format not in writers:
+            raise InvalidValueError(f"a report is {', '.join(writers)}, or without a format an object; not {format!r}")
+        return writers[format]()
+
+    def _read(self) -> Report:
         usage = self._store.usage() if self._store else Usage()
         return Report(
             policy=self.policy.describe(),

@@ -74,6 +74,12 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
+    def to_html(self) -> str:
+        """A page. Needs the `html` extra."""
+        from lowtide.applying.page import as_page
+
+        return as_page(self)
+
     def __str__(self) -> str:
         lines = [f"policy {self.policy}: {len(self.regions)} regions"]
         for _, neighbours in itertools.groupby(self.regions, key=_likeness):

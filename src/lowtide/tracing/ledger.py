@@ -190,8 +190,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
     """The memory behind a tensor: of a wrapper (DTensor) that of its parts; of a meta tensor none."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts, _ = tensor.__tensor_flatten__()
+    if is_traceable_wrapper_subclass(tensor):  # type: ignore[unreachable]  # to mypy no tensor is one
+        parts: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[unreachable]
         return [storage for part in parts for storage in _storages(getattr(tensor, part))]
     if tensor.device.type == "meta" or tensor.layout is not torch.strided or not _is_plain(tensor):
         return ()

@@ -21,7 +21,7 @@ from lowtide.tracing.result import Level, Trace
 from lowtide.tracing.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from lowtide.planning.blank import Moment
@@ -85,7 +85,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         began = time.perf_counter()
-        self._clock = lambda: time.perf_counter() - began
+        self._clock: Callable[[], float] = lambda: time.perf_counter() - began
         self._model = model
         self._stores = _stores_of(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -117,7 +117,7 @@ class Trace:
 
     def by_region(self) -> list[RegionTrace]:
         """The regions in the model's order, those that did not run too."""
-        seconds: collections.Counter[tuple[str, str]] = collections.Counter()
+        seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
         runs: collections.Counter[tuple[str, str]] = collections.Counter()
         for span in self.spans:
             seconds[span.phase, span.region] += span.end - span.begin
@@ -186,9 +186,9 @@ class Trace:
 
     def __str__(self) -> str:
         peak = self.peak
+        where = f"{peak.moment.phase}, {peak.moment.block or OUTSIDE}"
         lines = [
-            f"trace of {self.model} on {self.device}: peak {format_bytes(peak.nbytes)} in {peak.moment.phase}, "
-            f"{peak.moment.block or OUTSIDE}",
+            f"trace of {self.model} on {self.device}: peak {format_bytes(peak.nbytes)} in {where}",
             f"  at the peak: {_owners(peak)}",
             f"  saved for backward: {format_bytes(self.saved_bytes)}",
         ]
