@@ -51,9 +51,9 @@ def _bars(report: Report) -> str | None:
     layout = {
         "barmode": "stack",
         "height": 320,
-        "xaxis": {"type": "category"},
+        "xaxis": {"type": "category", "automargin": True},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "margin": {"l": 60, "r": 16, "t": 40, "b": 110},
+        "margin": {"l": 60, "r": 16, "t": 40, "b": 40},
         "legend": LEGEND,
         "showlegend": True,
     }

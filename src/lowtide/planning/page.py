@@ -81,6 +81,7 @@ def _timeline(plan: Plan) -> str | None:
         "xaxis": {
             "tickvals": [0, *borders],
             "ticktext": [points[place]["phase"] for place in (0, *borders)],
+            "ticklabelposition": "outside right",  # where the phase is, and clear of the other axis
             "title": {"text": "allocations in their order"},
         },
         "hovermode": "x unified",

@@ -26,6 +26,7 @@ def stacked(bands: list[Band], x: list[float], hover: list[list[str]], template:
             "x": x,
             "y": band.values,
             "line": {"width": 0.5, "color": band.colour},
+            "fillcolor": band.colour,  # else plotly makes it pale, and the same thing has another colour in bars
             "customdata": hover,
             "hovertemplate": template,
         }

@@ -20,6 +20,8 @@ _MOST_ROWS = 80
 """Regions whose runs are drawn; a model may have hundreds."""
 _MOST_NAMES = 16
 """Regions that a legend names; of more, the names show under the pointer."""
+_LATE = 0.9
+"""Past this part of the trace a word beside a border is written to its left."""
 _HOVER = "%{fullData.name}: %{y:.4~g} {unit}<br>%{customdata[0]}, %{customdata[1]}<extra></extra>"
 
 
@@ -87,11 +89,11 @@ def _levels(trace: Trace, factor: int, unit: str) -> list[dict[str, Any]]:
     return [
         {
             "type": "scatter",
-            "mode": "lines",
+            "mode": "markers",  # read where the step moves on: nothing is known about what lies in between
             "name": name,
             "x": [level.seconds * 1e3 for level in trace.levels],
             "y": [value / factor for value in values],
-            "line": {"width": 2, "color": colour, "dash": "dot", "shape": "hv"},
+            "marker": {"size": 5, "color": colour, "line": {"width": 1, "color": "#ffffff"}},
             "hovertemplate": f"{name}: %{{y:.4~g}} {unit}<extra></extra>",
         }
         for (name, values), colour in zip(figures.items(), ("#c2517e", "#7a6fd0", "#d95c4a"), strict=False)
@@ -104,12 +106,17 @@ def _layout(trace: Trace, unit: str) -> dict[str, Any]:
     return {
         "height": 420,
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "xaxis": {"title": {"text": "milliseconds on the host's clock"}, "rangemode": "tozero"},
+        "xaxis": _time_axis(trace),
         "legend": LEGEND | {"y": 1.08},
         "margin": {"l": 60, "r": 16, "t": 70, "b": 46},
         "shapes": [dashed({"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}, "#8796a5") for x, _ in borders],
-        "annotations": [_word(x, phase) for x, phase in borders],
+        "annotations": [_word(x, phase, is_late=x > _LATE * trace.spans[-1].end * 1e3) for x, phase in borders],
     }
+
+
+def _time_axis(trace: Trace) -> dict[str, Any]:
+    end = trace.spans[-1].end * 1e3 if trace.spans else 1.0
+    return {"title": {"text": "milliseconds on the host's clock"}, "range": [0, 1.01 * end]}
 
 
 def _borders(trace: Trace) -> list[tuple[float, str]]:
@@ -124,8 +131,9 @@ def _borders(trace: Trace) -> list[tuple[float, str]]:
     return found
 
 
-def _word(x: float, phase: str) -> dict[str, Any]:
-    place = {"yref": "paper", "y": 1, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+def _word(x: float, phase: str, *, is_late: bool) -> dict[str, Any]:
+    side = "right" if is_late else "left"
+    place = {"yref": "paper", "y": 1, "xanchor": side, "yanchor": "bottom", "showarrow": False}
     return {"text": phase, "x": x, "font": {"size": 11}, **place}
 
 
@@ -155,7 +163,7 @@ def _runs(trace: Trace) -> str | None:
         "barmode": "overlay",
         "height": 110 + 20 * len(rows),
         "margin": {"l": min(330, 30 + 7 * longest), "r": 16, "t": 40, "b": 46},
-        "xaxis": {"title": {"text": "milliseconds on the host's clock"}, "rangemode": "tozero"},
+        "xaxis": _time_axis(trace),
         "yaxis": {"type": "category", "categoryarray": rows[::-1], "categoryorder": "array"},
         "legend": LEGEND,
     }

@@ -58,13 +58,13 @@ class trace:  # noqa: N801  (a context manager, used like a function)
             raise InvalidValueError(f"trace needs a torch.nn.Module, got {type(model).__name__}")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        self._model = model
+        self._model: nn.Module | None = model
         self._optimizer = optimizer
         self._names = _region_names(model, regions)
         self._stack: contextlib.ExitStack | None = None
 
     def __enter__(self) -> Trace:
-        if self._stack is not None:
+        if self._model is None or self._stack is not None:
             raise InvalidValueError("this trace has been used: make another with lowtide.trace(model)")
         with contextlib.ExitStack() as stack:
             recorder = _Recorder(self._model, self._names)
@@ -76,6 +76,7 @@ class trace:  # noqa: N801  (a context manager, used like a function)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._model = self._optimizer = None
         if self._stack is not None:
             self._stack.close()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
 _ACCUMULATES = 2**62
 """Nodes that collect a parameter's gradient have the highest number of all: they run in whoever's backward it is."""
+
+
+_ENGINE = "_engine_run_backward"
+"""Torch's function below which autograd's engine runs nodes. On a device's own thread there is none."""
+_IN_BETWEEN = ("/tracing/ledger.py", "/tracing/whereabouts.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
+"""Files whose code is on the way from an operation to this module."""
+_FUNCTIONS = "/torch/autograd/function.py"
 
 
 class Span(NamedTuple):
@@ -94,7 +102,9 @@ class Whereabouts:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         self._move(Moment("between", ""))
+        self._moved = lambda _: None  # a cycle would keep the model alive
 
     def look(self) -> Moment:
         """Where the step is now. Asked for each operation, as it begins."""
@@ -136,8 +146,11 @@ class Whereabouts:
         return self._tasks[task]
 
     def _goes_on(self, recompute: _Recompute, number: int | None, *, keeps_graph: bool) -> bool:
-        inside = len(self._calls) > recompute.depth
-        return number == recompute.node and (inside or keeps_graph or torch.is_grad_enabled())
+        if number != recompute.node:
+            return False
+        if len(self._calls) > recompute.depth or (torch.is_grad_enabled() and not keeps_graph):
+            return True
+        return not _runs_by_itself()  # what a checkpoint detaches, and what a block does under no_grad
 
     def _region_of(self, number: int | None) -> str:
         if number is None or not 0 <= number < _ACCUMULATES:
@@ -194,3 +207,14 @@ class Whereabouts:
             self.spans.append(Span(*self.moment, self._began, self._seen))
         self.moment = moment
         self._began = self._seen = self._clock()
+
+
+def _runs_by_itself() -> bool:
+    """Whether the present operation is a node's own work: no Python code called it, or a `Function`'s backward did."""
+    frame = sys._getframe()
+    outermost = ""
+    while frame is not None and frame.f_code.co_name != _ENGINE:
+        file = frame.f_code.co_filename
+        outermost = outermost if file.endswith(_IN_BETWEEN) else file
+        frame = frame.f_back  # type: ignore[assignment]
+    return not outermost or outermost.endswith(_FUNCTIONS)

@@ -83,7 +83,7 @@ def _layout(stacks: dict[str, int], unit: str) -> dict[str, Any]:
         "bargap": 0.3,
         "height": inner + _ABOVE + _BELOW,
         "margin": {"l": 60, "r": 16, "t": _ABOVE, "b": _BELOW},
-        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "top", "yref": "container"},
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "top", "yref": "container"},
         "annotations": [],
     }
     widest = max(stacks.values())
