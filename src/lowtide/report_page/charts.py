@@ -17,6 +17,7 @@ COLOURS = ("#8796a5", "#0f9488", "#d97a1e", "#7a6fd0", "#c2517e")
 KINDS = {
     "weights": "#5b6b7a",
     "optimizer": "#8796a5",
+    "batch": "#a9a53a",
     "gradients": "#b0732c",
     "activations": "#0f9488",
     "saved": "#0f9488",
@@ -26,7 +27,6 @@ KINDS = {
     "logits": "#d97a1e",
     "workspace": "#c2517e",
     "communication": "#7a6fd0",
-    "batch": "#a9a53a",
     "other": "#b3a79b",
 }
 """Of what bytes are, from the bottom of a stack to its top: the same in every chart."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from lowtide.tracing.whereabouts import Whereabouts
 
+_USUAL = (Tensor, torch.nn.Parameter)
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
@@ -190,16 +191,16 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
     """The memory behind a tensor: of a wrapper (DTensor) that of its parts; of a meta tensor none."""
-    if is_traceable_wrapper_subclass(tensor):  # type: ignore[unreachable]  # to mypy no tensor is one
+    if type(tensor) not in _USUAL and is_traceable_wrapper_subclass(tensor):  # type: ignore[unreachable]  # to mypy no tensor is one
         parts: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[unreachable]
         return [storage for part in parts for storage in _storages(getattr(tensor, part))]
-    if tensor.device.type == "meta" or tensor.layout is not torch.strided or not _is_plain(tensor):
+    if tensor.is_meta or tensor.layout is not torch.strided or not _is_plain(tensor):
         return ()
     return (tensor.untyped_storage(),)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Not a wrapper of functorch's, nor of somebody's whose memory is hidden."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if type(tensor) not in _USUAL and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class trace:  # noqa: N801  (a context manager, used like a function)
     def __enter__(self) -> Trace:
         if self._model is None or self._stack is not None:
             raise InvalidValueError("this trace has been used: make another with lowtide.trace(model)")
+        importlib.import_module("torch._dynamo")  # else a dispatch mode's first operation does, for a second or two
         with contextlib.ExitStack() as stack:
             recorder = _Recorder(self._model, self._names)
             recorder.claim_what_is_there(self._optimizer)
