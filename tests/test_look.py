@@ -1,4 +1,4 @@
-"""One look: the pages of plan, audit, zoo, trace and an applied policy share their style, and bring no colour of their own."""
+"""One look: the pages of plan, audit, zoo, trace and an applied policy share their style and bring no own colour."""
 
 from __future__ import annotations
 

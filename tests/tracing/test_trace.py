@@ -173,7 +173,6 @@ def test_after_running_out_of_memory_a_trace_tells_who_held_it(sim: str):
     simdevice.enable(memory=simdevice.stats().live_bytes + 2**20)
     model, x = stack(sim), batch(sim)
     weights = sum(p.nbytes for p in model.parameters())
-    seen = None
     with pytest.raises(torch.OutOfMemoryError), lowtide.trace(model) as seen:
         step(model, x.repeat(2, 1))
     assert weights < seen.peak_bytes < 2**20
@@ -276,9 +275,9 @@ def test_nothing_is_left_behind_after_an_error_too(where: str):
         loss = model(batch()).square().mean()
         loss.backward()
     for module in model.modules():
-        assert not (module._forward_hooks or module._forward_pre_hooks or module._forward_hooks_always_called)
+        assert not {**module._forward_hooks, **module._forward_pre_hooks, **module._forward_hooks_always_called}
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    assert not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    assert not {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
     assert len(weakref.finalize._registry) == finalizers
     assert torch._C._len_torch_dispatch_stack() == 0
     recorded = len(seen.events)

@@ -184,7 +184,7 @@ class Whereabouts:
         if region is None or (self._recompute is not None and self._recompute[:2] == (region, number)):
             return
         self._recompute = _Recompute(region, number, len(self._calls))
-        self._move(Moment("recompute", region), anew=True)
+        self._move(Moment("recompute", region))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
@@ -199,8 +199,8 @@ class Whereabouts:
         if numbers.end > numbers.first:
             bisect.insort(self._numbers, numbers)
 
-    def _move(self, moment: Moment, *, anew: bool = False) -> None:
-        if moment == self.moment and not anew:
+    def _move(self, moment: Moment) -> None:
+        if moment == self.moment:
             return
         self._moved(moment)
         if self._seen > self._began:
