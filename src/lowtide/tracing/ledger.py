@@ -76,6 +76,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def move_on(self, moment: Moment) -> None:
         """The step goes elsewhere: what forward made, and what is still alive, is saved."""
+        self._look_at_sizes()
         for cdata, number in self._in_work.items():
             known = self._known.get(cdata)
             if known is not None and known.number == number and known.owner.kind == "working":
@@ -123,6 +124,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(storage, Owner(kind, ""))
             else:
                 self._resize(storage)
+        if isinstance(tensor, torch.nn.Parameter):
+            self.claim(tensor, "weights")  # FSDP's, gathered
 
     def _note(self, tensor: Tensor) -> None:
         """A result: its storage is new, or one that is known."""
@@ -169,8 +172,14 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._write(storage.nbytes(), self._known[cdata])
         return number
 
+    def _look_at_sizes(self) -> None:
+        """FSDP frees gathered weights by making their storage empty, which is no operation."""
+        for known in list(self._known.values()):
+            alive = known.end.peek()
+            if alive is not None:
+                self._resize(alive[0])
+
     def _resize(self, storage: torch.UntypedStorage) -> None:
-        """FSDP frees gathered weights by making their storage empty."""
         known = self._known[storage._cdata]
         if storage.nbytes() != known.nbytes:
             self._known[storage._cdata] = known._replace(nbytes=storage.nbytes())
@@ -192,8 +201,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
     """The memory behind a tensor: of a wrapper (DTensor) that of its parts; of a meta tensor none."""
     if type(tensor) not in _USUAL and is_traceable_wrapper_subclass(tensor):  # type: ignore[unreachable]  # to mypy no tensor is one
-        parts: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[unreachable]
-        return [storage for part in parts for storage in _storages(getattr(tensor, part))]
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[unreachable]
+        return [storage for part in parts if isinstance(part, Tensor) for storage in _storages(part)]
     if tensor.is_meta or tensor.layout is not torch.strided or not _is_plain(tensor):
         return ()
     return (tensor.untyped_storage(),)
