@@ -322,3 +322,49 @@ def test_what_cannot_be_honoured_is_refused():
         pass
     with pytest.raises(InvalidValueError, match="has been used"), used:
         pass
+
+
+# Beside other things
+
+
+def test_what_is_compiled_runs_as_it_was_written_and_is_seen():
+    calls = []
+
+    def backend(graph, _inputs):
+        return lambda *args: calls.append(None) or graph(*args)
+
+    compiled = torch.compile(nn.Sequential(*stack()), backend=backend)
+    compiled(batch())
+    assert len(calls) == 1
+    with lowtide.trace(compiled) as seen:
+        step(compiled, batch())
+    assert len(calls) == 1
+    assert seen.regions == NAMES
+    assert {name: seen.saved[name] for name in NAMES} == dict.fromkeys(NAMES, boundary() + inside())
+
+
+def test_forward_alone_saves_nothing_without_gradients():
+    model = stack()
+    with torch.no_grad(), lowtide.trace(model) as seen:
+        model(batch())
+    assert seen.saved == {}
+    assert runs(seen, "forward") == NAMES
+    assert [span for span in seen.spans if span.phase in ("backward", "recompute")] == []
+
+
+def test_two_traces_see_the_same():
+    model = stack()
+    with lowtide.trace(model) as outer, lowtide.trace(model) as inner:
+        step(model, batch())
+    assert outer.saved == inner.saved
+    assert outer.peak_bytes == inner.peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_torchscript_is_a_part_of_what_is_around_it():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.GELU())) for _ in range(2)))
+    with lowtide.trace(model) as seen:
+        step(model, batch())
+    assert [seen.saved["0"], seen.saved["1"]] == [2 * boundary()] * 2
+    with pytest.raises(InvalidValueError, match=r"0\.1, 1\.1: TorchScript takes no hooks"):
+        lowtide.trace(model, regions=["*.1"])

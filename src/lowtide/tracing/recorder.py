@@ -93,7 +93,7 @@ class _Recorder:
         self._stores = _stores_of(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._ledger = StorageLedger(device, self._clock)
-        self._where = Whereabouts(model, names, self._clock, self._move_on)
+        self._where = Whereabouts(names, self._clock, self._move_on)
         self._allocated = functools.partial(_allocated, device)
         self._files = {id(store): store.usage().disk for store in self._stores if isinstance(store, DiskStore)}
         self.trace = Trace(
@@ -132,7 +132,7 @@ class _Recorder:
         if optimizer is not None:
             stack.callback(optimizer.register_step_pre_hook(lambda *_: self._set_in_optimizer(is_in=True)).remove)
             stack.callback(optimizer.register_step_post_hook(lambda *_: self._set_in_optimizer(is_in=False)).remove)
-        stack.enter_context(self._where)
+        self._where.watch(self._model, stack)
         self._ledger.where = self._where
         stack.enter_context(self._ledger)
 
@@ -187,15 +187,21 @@ def _region_names(model: nn.Module, select: Sequence[Selector] | None) -> list[s
     """Those that are asked for; else those of the policies in force; else what is found, if there is anything."""
     core = inner(model)
     handles = applied_to(model)
-    if select is not None or not handles:
-        try:
-            return [plain_name(region.name) for region in find_regions(core, select)]
-        except NoRegionError:
-            if select is not None:
-                raise
-            return []
-    wanted = {id(region.module) for handle in handles for region in handle.regions}
-    return [plain_name(name) for name, module in core.named_modules() if id(module) in wanted]
+    if select is None and handles:
+        wanted = {id(region.module) for handle in handles for region in handle.regions}
+        return [plain_name(name) for name, module in core.named_modules() if id(module) in wanted]
+    try:
+        found = find_regions(core, select)
+    except NoRegionError:
+        if select is not None:
+            raise
+        return []
+    scripted = [region.name for region in found if isinstance(region.module, torch.jit.ScriptModule)]
+    if scripted and select is not None:
+        raise InvalidValueError(
+            f"{', '.join(scripted)}: TorchScript takes no hooks; name a module around it in regions"
+        )
+    return [plain_name(region.name) for region in found if region.name not in scripted]
 
 
 def _stores_of(model: nn.Module) -> list[HostStore | DiskStore]:

@@ -23,9 +23,8 @@ from lowtide.auditing.stacks import ancestors
 from lowtide.planning.blank import Moment
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable
-    from types import TracebackType
-    from typing import Self
 
     from torch import nn
 
@@ -69,9 +68,7 @@ class _Recompute(NamedTuple):
 class Whereabouts:
     """Knows the present moment. `moved` is called with the new one, before it is the present one."""
 
-    def __init__(
-        self, model: nn.Module, regions: Iterable[str], clock: Callable[[], float], moved: Callable[[Moment], None]
-    ) -> None:
+    def __init__(self, regions: Iterable[str], clock: Callable[[], float], moved: Callable[[Moment], None]) -> None:
         self.moment = Moment("between", "")
         self.spans: list[Span] = []
         self.in_optimizer = False
@@ -85,24 +82,19 @@ class Whereabouts:
         self._recompute: _Recompute | None = None
         self._tasks: dict[int, tuple[str | None, bool]] = {}
         """By backward: the region that it is a part of, and whether it keeps a graph of its own."""
-        self._handles: list[Any] = []
-        self._modules = list(named_modules(model))
 
-    def __enter__(self) -> Self:
-        for name, module in self._modules:
+    def watch(self, model: nn.Module, stack: contextlib.ExitStack) -> None:
+        """Put hooks on the modules; `stack` takes them away. TorchScript's take none: they are parts of what is."""
+        stack.callback(self._end)
+        for name, module in named_modules(model):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             before = functools.partial(self._before, name)
             after = functools.partial(self._after, name)
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
-        self._modules.clear()
-        return self
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def _end(self) -> None:
         self._move(Moment("between", ""))
         self._moved = lambda _: None  # a cycle would keep the model alive
 
