@@ -75,4 +75,5 @@ def test_what_looks_like_it(part):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_torchscript_has_no_signature_to_read():
-    assert found(Parts(up=nn.Linear(8, 16), activation=torch.jit.script(nn.GELU()), down=nn.Linear(16, 8))) == ["0.part"]
+    script = torch.jit.script(nn.GELU())
+    assert found(Parts(up=nn.Linear(8, 16), activation=script, down=nn.Linear(16, 8))) == ["0.part"]
