@@ -75,14 +75,16 @@ _HOMES = {
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> object:
-    if name == "simdevice":
-        return importlib.import_module("lowtide.simdevice")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker sees exactly the names above, so that a misspelt one is an error there, too
+
+    def __getattr__(name: str) -> object:
+        if name == "simdevice":
+            return importlib.import_module("lowtide.simdevice")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
