@@ -9,6 +9,10 @@
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs (about ten minutes)
 #   make docs    the documentation site, in site/
+#   make dist    wheel and source distribution, in dist/
+#   make dist-check   installs the wheel in a clean environment and uses it there
+#   make changelog    what the next version brings, from changes/
+#   make hooks   git hooks that run what make lint runs
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +20,7 @@ PEERS := .venv-peers/bin
 COMPAT := .venv-compat/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs clean
+.PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
 	$(BIN)/lowtide demo
@@ -31,6 +35,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typed
 	$(BIN)/lint-imports
 
 bench: .venv/.dev .venv-peers/.ready
@@ -59,6 +64,20 @@ plans: .venv/.dev
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: .venv/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+dist-check: dist
+	$(BIN)/python tools/dist_check.py dist
+
+changelog: .venv/.dev
+	$(BIN)/towncrier build --draft
+
+hooks: .venv/.dev
+	$(PIP) pre-commit
+	$(BIN)/pre-commit install
 
 clean:
 	rm -rf .venv .venv-peers .venv-compat site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
