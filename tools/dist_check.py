@@ -2,9 +2,9 @@
 
     python tools/dist_check.py dist
 
-First without any extra: importing, `lowtide --help`, `lowtide doctor`. Then with the extras `sim` and `hf`: a tiny
-Llama trains under a policy on the emulated device, which is compiled into the user's cache. The versions are those of
-constraints.txt.
+First without any extra: importing, `lowtide --help`, `lowtide doctor`, an audit. Then with the extras `sim` and `hf`:
+a tiny Llama trains under a policy on the emulated device, which is compiled into the user's cache. The versions are
+those of constraints.txt.
 """
 
 from __future__ import annotations
@@ -20,6 +20,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 IMPORTED = "import lowtide, sys; assert 'torch' not in sys.modules; print(lowtide.__file__)"
+
+AUDITED = """
+import torch
+from torch import nn
+import lowtide
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)))
+report = lowtide.audit(model, (torch.randn(8, 16),), configure=lambda m: lowtide.apply(m, "recompute"))
+assert report.ok, str(report)
+"""
 
 TRAINED = """
 import torch, transformers
@@ -83,9 +93,10 @@ def check(wheel: Path, directory: Path) -> None:
     for verb in ("audit", "plan", "calibrate", "doctor"):
         _require(verb in clean.run("lowtide", "--help"), f"lowtide --help does not name {verb}")
         clean.run("lowtide", verb, "--help")
+    clean.run("python", "-W", "error", "-c", AUDITED)
     _require("torch" in clean.run("lowtide", "doctor"), "lowtide doctor does not name torch")
     _require(not (clean.home / ".cache/lowtide").exists(), "something was written to the cache before it was asked for")
-    tell("imports, lowtide --help and lowtide doctor work")
+    tell("imports, lowtide --help, lowtide doctor and an audit work")
     clean.install(f"{wheel}[sim,hf]")
     tell("installed with sim and hf")
     output = clean.run("python", "-W", "error::UserWarning:lowtide", "-c", TRAINED)
