@@ -18,6 +18,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS := .venv-peers/bin
 COMPAT := .venv-compat/bin
+PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs dist dist-check changelog hooks clean
@@ -26,10 +27,10 @@ demo: .venv/.demo
 	$(BIN)/lowtide demo
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: .venv/.dev
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -47,7 +48,7 @@ test-peers: .venv-peers/.ready
 	LOWTIDE_PEERS=1 TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/peers tests/losses/test_fused.py $(ARGS)
 
 test-compat: .venv-compat/.ready
-	$(COMPAT)/python -m pytest $(ARGS)
+	$(COMPAT)/python -m pytest $(PARALLEL) $(ARGS)
 
 ZOO := $(BIN)/lowtide audit --zoo --resume --format json
 TRANSFORMERS = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('transformers'))")
