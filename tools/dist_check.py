@@ -3,8 +3,8 @@
     python tools/dist_check.py dist
 
 First without any extra: importing, `lowtide --help`, `lowtide doctor`, an audit. Then with the extras `sim` and `hf`:
-a tiny Llama trains under a policy on the emulated device, which is compiled into the user's cache. The versions are
-those of constraints.txt.
+a tiny Llama trains under a policy on the emulated device, which is compiled into the user's cache, and `lowtide demo`
+runs. The versions are those of constraints.txt.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check(wheel: Path, directory: Path) -> None:
     tell("installed without extras")
     place = clean.run("python", "-c", IMPORTED).strip()
     _require(place.startswith(str(directory)), f"imported {place}, which is not what was installed")
-    for verb in ("audit", "plan", "calibrate", "doctor"):
+    for verb in ("demo", "audit", "plan", "calibrate", "doctor"):
         _require(verb in clean.run("lowtide", "--help"), f"lowtide --help does not name {verb}")
         clean.run("lowtide", verb, "--help")
     clean.run("python", "-W", "error", "-c", AUDITED)
@@ -104,6 +104,8 @@ def check(wheel: Path, directory: Path) -> None:
     _require(cache.is_relative_to(clean.home / ".cache/lowtide"), f"the device was compiled in {cache}")
     tell("compiled the emulated device in the user's cache, and trained there")
     print(output)
+    print(clean.run("lowtide", "demo"))
+    tell("lowtide demo")
 
 
 def _require(holds: bool, otherwise: str) -> None:
