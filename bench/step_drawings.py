@@ -1,17 +1,16 @@
 """Writes the drawings of a step's memory in docs/img: `python bench/step_drawings.py` (a minute or two).
 
-Each curve is the timeline of `lowtide.plan`: one training step of a small Llama with LoRA, run through the real engine on
-tensors without memory. The samples are kept in docs/img/step_memory.json, and the drawings are made of nothing else.
+Each curve is the timeline of `lowtide.plan`: one training step of a small Llama with LoRA, run through the real engine
+on tensors without memory. The samples are kept in docs/img/step_memory.json; the drawings are made of nothing else.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 
@@ -23,7 +22,7 @@ DATA = IMAGES / "step_memory.json"
 MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 24,
+    "num_hidden_layers": 16,
     "num_attention_heads": 8,
     "vocab_size": 16000,
 }
@@ -49,7 +48,7 @@ def main() -> None:
 
 def measured(policy: str) -> dict[str, Any]:
     """One policy's step: its peak, and samples of `[milliseconds, phase, bytes of each series]`."""
-    plan = lowtide.plan(transformers.LlamaConfig(**MODEL), policy=policy, **JOB)
+    plan = lowtide.plan(transformers.LlamaConfig(**MODEL), policy=policy, cache=False, **JOB)
     samples = [[round(s["seconds"] * 1e3, 2), s["phase"], *in_series(s["bytes"])] for s in plan.timeline]
     return {"policy": policy, "peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes, "samples": samples}
 
@@ -63,7 +62,9 @@ def in_series(by_kind: dict[str, int]) -> list[int]:
 
 def as_lines(steps: list[dict[str, Any]]) -> str:
     """JSON with one sample in a line."""
-    return json.dumps(steps, separators=(",", ":")).replace('"samples":[', '"samples":[\n').replace("],[", "],\n[") + "\n"
+    return (
+        json.dumps(steps, separators=(",", ":")).replace('"samples":[', '"samples":[\n').replace("],[", "],\n[") + "\n"
+    )
 
 
 def drawings(steps: list[dict[str, Any]]) -> dict[str, str]:
@@ -87,8 +88,7 @@ STYLE = """
   }"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """Where a panel's milliseconds and bytes are on the paper."""
 
     top: float
@@ -114,10 +114,10 @@ def drawing(steps: list[dict[str, Any]]) -> str:
     frames = [Frame(TOP + 24 + place * (PANEL + GAP), time, most) for place in range(len(steps))]
     body = itertools.chain.from_iterable(panel(step, frame, tick) for step, frame in zip(steps, frames, strict=True))
     described = "; ".join(f"{step['policy']}: peak {gib(step['peak_bytes'])}" for step in steps)
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
-            ' role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
             f"<title>Device memory over one training step. {described}</title>",
             f"<style>{STYLE}\n</style>",
             f'<rect class="paper" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
@@ -156,8 +156,10 @@ def panel(step: dict[str, Any], frame: Frame, tick: float) -> list[str]:
     host = f", host {gib(step['host_bytes'])}" if step["host_bytes"] else ""
     return [
         f'<text class="title" x="{LEFT}" y="{frame.top - 8}">{step["policy"]}</text>',
-        f'<text class="faint" x="{WIDTH - RIGHT}" y="{frame.top - 8}" text-anchor="end">'
-        f"peak {gib(step['peak_bytes'])}{host}</text>",
+        (
+            f'<text class="faint" x="{WIDTH - RIGHT}" y="{frame.top - 8}" text-anchor="end">'
+            f"peak {gib(step['peak_bytes'])}{host}</text>"
+        ),
         *grid(frame, tick),
         *areas(samples, frame),
         *phases(samples, frame),
@@ -190,10 +192,7 @@ def areas(samples: list[list[Any]], frame: Frame) -> list[str]:
 def stairs(points: list[tuple[float, float]], start: str, *, backwards: bool = False) -> str:
     """A path that keeps each height until the next point."""
     ordered = points[::-1] if backwards else points
-    steps = [
-        f"V{y:g}H{x:g}" if backwards else f"H{x:g}V{y:g}"
-        for x, y in ordered[1:]
-    ]
+    steps = [f"V{y:g}H{x:g}" if backwards else f"H{x:g}V{y:g}" for x, y in ordered[1:]]
     return f"{start}{ordered[0][0]:g},{ordered[0][1]:g}" + "".join(steps)
 
 

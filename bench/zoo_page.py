@@ -60,8 +60,10 @@ def with_table(text: str) -> str:
     lines = [
         "| what the audit found | transformers, default | transformers, reentrant | Lowtide |",
         "|---|---|---|---|",
-        f"| architectures audited | {theirs.by_status['audited']} | {theirs.by_status['audited']} "
-        f"| {ours.by_status['audited']} |",
+        (
+            f"| architectures audited | {theirs.by_status['audited']} | {theirs.by_status['audited']} "
+            f"| {ours.by_status['audited']} |"
+        ),
     ]
     for check, words in IN_OTHER_WORDS.items():
         default, reentrant = (theirs.by_check.get(f"{mode}: {check}", 0) for mode in ("default", "reentrant"))

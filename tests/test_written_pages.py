@@ -1,4 +1,4 @@
-"""Pages of the docs that programs write: they are what the programs make of the data beside them."""
+"""Pages and drawings of the docs that programs write: they are what the programs make of the data beside them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tiny_models import IS_4
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -26,6 +30,29 @@ def test_the_plan_tables_show_the_plans():
     assert (DOCS / "plan_tables.md").read_text() == _program("plan_tables").page(
         json.loads((DOCS / "plans.json").read_text())
     )
+
+
+def test_the_reasons_count_the_records():
+    why = (DOCS / "why.md").read_text()
+    assert "| architectures audited |" in why
+    assert why == _program("zoo_page").with_table(why)
+
+
+def test_the_drawings_of_a_step_show_the_samples():
+    program = _program("step_drawings")
+    drawn = program.drawings(json.loads(program.DATA.read_text()))
+    assert drawn == {name: (program.IMAGES / name).read_text() for name in drawn}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(IS_4, reason="plans of transformers models need transformers 5")
+def test_the_samples_of_a_step_are_those_of_a_plan():
+    program = _program("step_drawings")
+    (kept,) = (step for step in json.loads(program.DATA.read_text()) if step["policy"] == "recompute")
+    again = program.measured("recompute")
+    assert (again["peak_bytes"], again["host_bytes"]) == (kept["peak_bytes"], kept["host_bytes"])
+    assert [sample[1:] for sample in again["samples"]] == [sample[1:] for sample in kept["samples"]]
+    assert max(sum(sample[2:]) for sample in kept["samples"]) == kept["peak_bytes"]
 
 
 def test_no_architecture_fails_with_our_engine():
