@@ -59,9 +59,19 @@ def test_the_extras_are_there():
 CODE = re.compile(r"```python\n(?P<code>.*?)```(?:\n+```text\n(?P<output>.*?)```)?", flags=re.DOTALL)
 
 
+NEEDS_TRANSFORMERS_5 = pytest.mark.skipif(
+    compat.installed_version("transformers") < Version("5"), reason="plans of transformers models need transformers 5"
+)
+
+
 def python_blocks() -> list:
     return [
-        pytest.param(block["code"], block["output"], id=f"{page.relative_to(ROOT)}:{number}")
+        pytest.param(
+            block["code"],
+            block["output"],
+            id=f"{page.relative_to(ROOT)}:{number}",
+            marks=[NEEDS_TRANSFORMERS_5] if "lowtide.plan(" in block["code"] else [],
+        )
         for page in PAGES
         for number, block in enumerate(CODE.finditer(page.read_text()), start=1)
     ]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lowtide
+import lowtide.auditing
+import lowtide.planning
+import lowtide.simdevice
 from tiny_models import IS_4
 
 ROOT = Path(__file__).parent.parent
@@ -65,3 +70,28 @@ def test_no_architecture_fails_with_our_engine():
         assert record["status"] == "audited" or record["why"], record["model_type"]
     assert set(by_status) == {"audited", "refused", "not built"}
     assert by_status["audited"] >= 560
+
+
+def test_the_architecture_page_names_the_modules_that_there_are():
+    rows = [line for line in (DOCS / "architecture.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [line.strip("| ").split(" | ") for line in rows if ".cpp" not in line and ".h`" not in line]
+    named = {name: text for names, text in rows for name in re.findall(r"`(\w+)`", names)}
+    package = ROOT / "src" / "lowtide"
+    there = {path.stem for path in package.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    assert named.keys() == there
+    for module, text in named.items():
+        inside = {path.stem for path in (package / module).glob("*") if not path.name.startswith("_")}
+        unknown = set(re.findall(r"`(\w+)`", text)) - inside - {"lowtide", *lowtide.__all__}
+        assert not unknown, module
+
+
+def test_the_reference_names_all_that_is_public():
+    page = (DOCS / "reference.md").read_text()
+    for package in (lowtide, lowtide.planning, lowtide.auditing, lowtide.simdevice):
+        missing = {name for name in package.__all__ if not re.search(rf"\b{name}\b", page)}
+        assert not missing, package.__name__
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md\b", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
