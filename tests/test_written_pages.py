@@ -85,6 +85,13 @@ def test_the_architecture_page_names_the_modules_that_there_are():
         assert not unknown, module
 
 
+def test_the_architecture_page_names_the_sources_of_the_device():
+    sources = {path.name for path in (ROOT / "src" / "lowtide" / "simdevice" / "csrc").iterdir()}
+    named = set(re.findall(r"`(\w+\.(?:cpp|h))`", (DOCS / "architecture.md").read_text()))
+    assert named <= sources
+    assert {name for name in sources if name.endswith(".cpp")} <= named
+
+
 def test_the_reference_names_all_that_is_public():
     page = (DOCS / "reference.md").read_text()
     for package in (lowtide, lowtide.planning, lowtide.auditing, lowtide.simdevice):
