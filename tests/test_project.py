@@ -78,9 +78,10 @@ def python_blocks() -> list:
 
 
 def comparable(text: str) -> str:
-    """The pages show an audit's figures with transformers 5: a model of 4.57 has other buffers and bytes."""
-    if compat.installed_version("transformers") < Version("5") and "held after forward" in text:
-        return re.sub(r"\d+(\.\d+)?", "#", text)
+    """The pages show figures of transformers 5: a model of 4.57 has other buffers and bytes."""
+    is_of_a_model = "held after forward" in text or "model.layers" in text
+    if compat.installed_version("transformers") < Version("5") and is_of_a_model:
+        return re.sub(r"\d+(\.\d+)?( [KMG]?i?B)?", "#", text)
     return text
 
 
