@@ -1,5 +1,5 @@
 # Every target sets up what it needs in .venv by itself, once.
-#   make demo    the device and the story, end to end
+#   make demo    the whole story in three minutes, no GPU needed
 #   make test    the tests
 #   make test-all   the slow ones, too
 #   make lint    ruff, mypy --strict, import-linter
@@ -9,28 +9,34 @@
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about ten minutes)
 #   make docs    the documentation site, in site/
+#   make dist    wheel and source distribution, in dist/
+#   make dist-check   installs the wheel in a clean environment and uses it there
+#   make changelog    what the next version brings, from changes/
+#   make hooks   git hooks that run what make lint runs
 
 PYTHON ?= python3
 BIN := .venv/bin
 PEERS := .venv-peers/bin
 COMPAT := .venv-compat/bin
+PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs clean
+.PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
-	$(BIN)/python examples/memory_cap.py
+	$(BIN)/lowtide demo
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: .venv/.dev
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typed
 	$(BIN)/lint-imports
 
 bench: .venv/.dev .venv-peers/.ready
@@ -42,7 +48,7 @@ test-peers: .venv-peers/.ready
 	LOWTIDE_PEERS=1 TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/peers tests/losses/test_fused.py $(ARGS)
 
 test-compat: .venv-compat/.ready
-	$(COMPAT)/python -m pytest $(ARGS)
+	$(COMPAT)/python -m pytest $(PARALLEL) $(ARGS)
 
 ZOO := $(BIN)/lowtide audit --zoo --resume --format json
 TRANSFORMERS = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('transformers'))")
@@ -60,6 +66,20 @@ plans: .venv/.dev
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: .venv/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+dist-check: dist
+	$(BIN)/python tools/dist_check.py dist
+
+changelog: .venv/.dev
+	$(BIN)/towncrier build --draft
+
+hooks: .venv/.dev
+	$(PIP) pre-commit
+	$(BIN)/pre-commit install
 
 clean:
 	rm -rf .venv .venv-peers .venv-compat site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -71,3 +71,9 @@ def test_it_is_found_as_a_whole(part):
 )
 def test_what_looks_like_it(part):
     assert found(part) == []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_torchscript_has_no_signature_to_read():
+    script = torch.jit.script(nn.GELU())
+    assert found(Parts(up=nn.Linear(8, 16), activation=script, down=nn.Linear(16, 8))) == ["0.part"]

@@ -37,6 +37,7 @@ def test_exported_names_are_pinned():
         "Plan",
         "Policy",
         "Schedule",
+        "Trace",
         "__version__",
         "apply",
         "audit",
@@ -47,6 +48,7 @@ def test_exported_names_are_pinned():
         "plan",
         "simdevice",
         "tile",
+        "trace",
     ]
     assert simdevice.__all__ == [
         "Settings",

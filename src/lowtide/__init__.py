@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowtide.stores import DiskStore, HostStore
     from lowtide.tiling import tile
     from lowtide.torch_patch import patch_torch
+    from lowtide.tracing import Trace, trace
 
 __all__ = [
     "Applied",
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Schedule",
+    "Trace",
     "__version__",
     "apply",
     "audit",
@@ -46,6 +48,7 @@ __all__ = [
     "plan",
     "simdevice",
     "tile",
+    "trace",
 ]
 
 _HOMES = {
@@ -57,6 +60,7 @@ _HOMES = {
     "Policy": "policy",
     "Schedule": "checkpointing",
     "Plan": "planning",
+    "Trace": "tracing",
     "apply": "budget",
     "audit": "auditing",
     "checkpoint": "checkpointing",
@@ -65,19 +69,22 @@ _HOMES = {
     "patch_torch": "torch_patch",
     "plan": "planning",
     "tile": "tiling",
+    "trace": "tracing",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> object:
-    if name == "simdevice":
-        return importlib.import_module("lowtide.simdevice")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker sees exactly the names above, so that a misspelt one is an error there, too
+
+    def __getattr__(name: str) -> object:
+        if name == "simdevice":
+            return importlib.import_module("lowtide.simdevice")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import lowtide
 import tiny_models
-from lowtide import zoo
+from lowtide import compat, zoo
 from lowtide.auditing import Verdict, audit
 
 pytestmark = [
@@ -163,3 +163,35 @@ class TestOffload:
         batch = {name: value.to(sim) for name, value in batch.items()}
         report = audit(model.to(sim), batch, modes=["default"], offload=True, checks=["offload"])
         assert failed(report) == {"default: offload"}
+
+    @pytest.mark.skipif(
+        compat.installed_version("transformers") < Version("5"), reason="transformers 4 has no offload of its own"
+    )
+    @pytest.mark.parametrize("moves", [True, False], ids=["positional", "keyword"])
+    def test_transformers_own(self, sim, moves):
+        """Its hooks see positional inputs alone: layers that are called with keywords keep everything, silently."""
+        if moves:
+            model, batch = tiny_models.llama()
+        else:
+            config = transformers.Llama4VisionConfig(
+                hidden_size=32,
+                intermediate_size=128,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                image_size=16,
+                patch_size=4,
+                projector_input_dim=32,
+                projector_output_dim=32,
+                vision_output_dim=32,
+            )
+            model, batch = transformers.Llama4VisionModel(config), {"pixel_values": torch.randn(4, 3, 16, 16)}
+        report = audit(
+            model.to(sim),
+            {name: value.to(sim) for name, value in batch.items()},
+            configure=lambda copy: copy.gradient_checkpointing_enable(offload=True),
+            offload=True,
+            checks=["recomputed", "offload"],
+        )
+        assert report["recomputed"].verdict == "pass"
+        assert (report["offload"].evidence["moved_bytes"] > 0) == moves
+        assert (report["offload"].verdict == "pass") == moves, report

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
+
+def marked(cases: list[tuple], *also: tuple) -> list:
+    """All cases, as parameters of a test: those that are neither in a covering subset nor in `also` are slow."""
+    quick = [*covering(cases), *also]
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
 
 def covering(cases: list[tuple]) -> list[tuple]:
     """Greedy and always the same."""

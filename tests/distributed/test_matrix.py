@@ -13,7 +13,7 @@ import pytest
 from adapted_models import ADAPTATIONS, MODELS, batch, make, reference
 from joined import assert_joined, to_numpy
 from launcher import run_ranks, with_backend
-from pairs import covering
+from pairs import marked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -79,19 +79,10 @@ def check(per_rank: list[dict], adaptation: str, name: str) -> None:
 
 
 EVERYTHING = list(itertools.product(ENGINES, POLICIES, ADAPTATIONS, MODELS))
-COVERING = covering(EVERYTHING)
 
 
-@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), COVERING)
+@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), marked(EVERYTHING))
 def test_gradients_are_those_of_the_joined_batch(engine, policy, adaptation, name):
-    check(run_ranks(train, engine, policy, adaptation, name), adaptation, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "policy", "adaptation", "name"), [case for case in EVERYTHING if case not in COVERING]
-)
-def test_the_rest(engine, policy, adaptation, name):
     check(run_ranks(train, engine, policy, adaptation, name), adaptation, name)
 
 
@@ -115,17 +106,6 @@ OFFLOADED = list(
 )
 
 
-OFFLOADED_COVERING = covering(OFFLOADED)
-
-
-@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), OFFLOADED_COVERING)
+@pytest.mark.parametrize(("engine", "policy", "adaptation", "name"), marked(OFFLOADED))
 def test_with_offload_on_the_emulated_device(engine, policy, adaptation, name):
-    check(run_ranks(train_on_sim, engine, policy, adaptation, name), adaptation, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "policy", "adaptation", "name"), [case for case in OFFLOADED if case not in OFFLOADED_COVERING]
-)
-def test_the_rest_with_offload(engine, policy, adaptation, name):
     check(run_ranks(train_on_sim, engine, policy, adaptation, name), adaptation, name)

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lowtide
+
 
 class Collectives(TorchDispatchMode):
     """Counts gathers."""
@@ -60,17 +62,20 @@ def test_gradients_and_gathers(kind, reshard):
     assert plain_gathers[0] > 0
 
 
-def applied_and_sharded(rank: int, lengths: tuple[int, int], fails: bool) -> dict:
-    import lowtide
-
-    net = model()
+def tiled_with_units_inside(net: nn.Module) -> tuple[lowtide.Applied, list]:
+    """The handle, and FSDP2's groups of the units that are inside a tiled module."""
     applied = lowtide.apply(net, "tile(mlp, tokens=13)", regions=["layers.*"])
     mesh = init_device_mesh("cpu", (2,))
     inner = units(net, "linears")
     for unit in inner:
         fully_shard(unit, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    groups = [group for unit in inner for group in unit._get_fsdp_state()._fsdp_param_groups]
+    return applied, [group for unit in inner for group in unit._get_fsdp_state()._fsdp_param_groups]
+
+
+def applied_and_sharded(rank: int, lengths: tuple[int, int], fails: bool) -> dict:
+    net = model()
+    applied, groups = tiled_with_units_inside(net)
     ids = batch(rank)[:, : lengths[rank]]
     if fails:
         handle = net.layers[0].norm.weight.register_hook(lambda _: 1 / 0)
@@ -100,16 +105,8 @@ def test_applied_with_units_inside(lengths, fails):
 
 def fails_between_tiles(rank: int) -> None:
     """The settings of the units; what FSDP2 itself keeps of a backward that failed is its own."""
-    import lowtide
-
     net = model()
-    lowtide.apply(net, "tile(mlp, tokens=13)", regions=["layers.*"])
-    mesh = init_device_mesh("cpu", (2,))
-    inner = units(net, "linears")
-    for unit in inner:
-        fully_shard(unit, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    groups = [group for unit in inner for group in unit._get_fsdp_state()._fsdp_param_groups]
+    _, groups = tiled_with_units_inside(net)
     net.layers[0].mlp.gate.register_full_backward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         net(batch(rank)).backward()

@@ -85,7 +85,7 @@ def test_a_plan_in_which_nothing_fits_says_so():
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_both_charts(tmp_path: Path, scheme: str):
     probe = """return {
-        rows: document.querySelectorAll("table.plan tbody tr").length,
+        rows: document.querySelectorAll("table.figures tbody tr").length,
         best: document.querySelectorAll("tr.best").length,
         bars: document.querySelectorAll("#peaks .bars path").length,
         areas: document.querySelectorAll("#timeline .scatterlayer .trace").length,

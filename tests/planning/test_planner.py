@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import lowtide
-from lowtide.errors import DoesNotFitError, InvalidValueError, PlanError
+from lowtide.errors import DoesNotFitError, InvalidValueError, MissingDependencyError, PlanError
 from lowtide.planning import find_accelerator, planner
 from lowtide.planning.job import Job
 from lowtide.planning.longest import find_longest
@@ -208,6 +208,12 @@ SIZES = {
     "gpt-oss-20b": 20.9,
 }
 """Billions of weights, as their makers say."""
+
+
+def test_without_transformers_a_model_type_is_not_called_unknown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)
+    with pytest.raises(MissingDependencyError, match=r"'llama' by name needs transformers.*lowtide\[hf\]"):
+        find_target("llama")
 
 
 def test_every_known_model_has_its_size():

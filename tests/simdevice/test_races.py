@@ -19,11 +19,17 @@ def compute() -> torch.Stream:
     return torch.accelerator.current_stream()
 
 
-def test_reading_before_the_producer_is_waited_for(sim, side):
-    x = torch.randn(1000, device=sim) * 3
+def copy_out(x: torch.Tensor, side: torch.Stream) -> torch.Tensor:
+    """Pinned memory that `side` copies into, as late as it may."""
     host = torch.empty(1000, pin_memory=True)
     with side:
         host.copy_(x, non_blocking=True)
+    return host
+
+
+def test_reading_before_the_producer_is_waited_for(sim, side):
+    x = torch.randn(1000, device=sim) * 3
+    _held = copy_out(x, side)
     found = expect_violation("read-race")
     assert (found.op, found.stream, found.other_op, found.other_stream) == ("D2H copy", side.stream_id, "aten::mul", 0)
     assert found.bytes == 4000
@@ -34,10 +40,8 @@ def test_reading_before_the_producer_is_waited_for(sim, side):
 
 def test_overwriting_while_another_stream_reads(sim, side):
     x = torch.ones(1000, device=sim)
-    host = torch.empty(1000, pin_memory=True)
     side.wait_stream(compute())
-    with side:
-        host.copy_(x, non_blocking=True)
+    host = copy_out(x, side)
     x.mul_(2)
     side.synchronize()
     assert host.eq(2).all(), "the late copy saw the new values"
@@ -55,10 +59,8 @@ def test_two_unordered_writers(sim, side):
 
 def test_freeing_while_another_stream_reads(sim, side):
     x = torch.ones(1000, device=sim)
-    host = torch.empty(1000, pin_memory=True)
     side.wait_stream(compute())
-    with side:
-        host.copy_(x, non_blocking=True)
+    host = copy_out(x, side)
     del x
     side.synchronize()
     assert host.isnan().all(), "the memory was poisoned under the copy"
@@ -131,9 +133,7 @@ def test_a_wait_on_the_wrong_stream(sim, side):
     with other:
         x = torch.ones(1000, device=sim) * 2
     side.wait_stream(compute())  # the work was on `other`
-    host = torch.empty(1000, pin_memory=True)
-    with side:
-        host.copy_(x, non_blocking=True)
+    _held = copy_out(x, side)
     found = expect_violation("read-race")
     assert found.other_stream == other.stream_id
 
@@ -143,9 +143,7 @@ def test_an_event_recorded_too_early(sim, side):
     too_early = compute().record_event()
     x.mul_(2)
     side.wait_event(too_early)
-    host = torch.empty(1000, pin_memory=True)
-    with side:
-        host.copy_(x, non_blocking=True)
+    _held = copy_out(x, side)
     expect_violation("read-race")
 
 
@@ -188,11 +186,9 @@ def test_raise_mode_reaches_through_backward(sim, side):
 
 def test_raise_mode_raises_a_bad_free_when_the_host_waits(sim, side):
     simdevice.enable(on_violation="raise")
-    host = torch.empty(1000, pin_memory=True)
     x = torch.ones(1000, device=sim)
     side.wait_stream(compute())
-    with side:
-        host.copy_(x, non_blocking=True)
+    _held = copy_out(x, side)
     del x
     with pytest.raises(DeviceViolationError, match="use-after-free"):
         torch.accelerator.synchronize()
@@ -201,11 +197,9 @@ def test_raise_mode_raises_a_bad_free_when_the_host_waits(sim, side):
 
 def test_leaving_raise_mode_drops_what_was_not_raised_yet(sim, side):
     simdevice.enable(on_violation="raise")
-    host = torch.empty(1000, pin_memory=True)
     x = torch.ones(1000, device=sim)
     side.wait_stream(compute())
-    with side:
-        host.copy_(x, non_blocking=True)
+    _held = copy_out(x, side)
     del x
     simdevice.enable(on_violation="record")
     assert torch.ones(1, device=sim).item() == 1

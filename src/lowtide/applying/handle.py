@@ -7,7 +7,7 @@ import dataclasses
 import fnmatch
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from lowtide.applying.seam import Runtime
     from lowtide.regions import Selector
+    from lowtide.stores import Store
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def apply(
     _check_rules(wanted, found)
     _check_device(model, wanted, found)
     _check_tiles(model, wanted, found)
-    previous = _applied_to(model)
+    previous = applied_to(model)
     if len(previous) == 1 and previous[0].is_the_same(wanted, found, strict=strict):
         return previous[0]
     for handle in previous:
@@ -95,14 +96,35 @@ class Applied:
         alive = ((name, module(), index) for name, module, index in self._regions)
         return [Region(name, module, index) for name, module, index in alive if module is not None]
 
+    @property
+    def store(self) -> Store | None:
+        """Where offloaded bytes wait; None if nothing is offloaded."""
+        return self._store
+
     def is_the_same(self, policy: Policy, regions: list[Region], *, strict: bool) -> bool:
         """Whether applying this again would change nothing."""
         modules = [region.module for region in regions]
         mine = [region.module for region in self.regions]
         return (self.policy, self.strict) == (policy, strict) and modules == mine
 
-    def report(self) -> Report:
-        """What happened so far, per region."""
+    @overload
+    def report(self) -> Report: ...
+    @overload
+    def report(self, format: Literal["text", "json", "html"]) -> str: ...
+    def report(self, format: str | None = None) -> Report | str:  # noqa: A002  (as on the command line)
+        """What happened so far, per region: as data, which prints as text, or in a format for a file.
+
+        `"html"` is a page in the look of the plan's and the audit's; it needs the `html` extra.
+        """
+        report = self._read()
+        if format is None:
+            return report
+        writers = {"text": report.__str__, "json": report.to_json, "html": report.to_html}
+        if format not in writers:
+            raise InvalidValueError(f"a report is {', '.join(writers)}, or without a format an object; not {format!r}")
+        return writers[format]()
+
+    def _read(self) -> Report:
         usage = self._store.usage() if self._store else Usage()
         return Report(
             policy=self.policy.describe(),
@@ -242,7 +264,7 @@ def _check_device(model: nn.Module, policy: Policy, regions: list[Region]) -> No
         )
 
 
-def _applied_to(model: nn.Module) -> list[Applied]:
+def applied_to(model: nn.Module) -> list[Applied]:
     """The handles that act on the model or on parts of it."""
     owners: list[Applied] = []
     for module in model.modules():

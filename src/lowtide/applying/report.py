@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.units import format_bytes
 
@@ -74,20 +74,26 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
+    def to_html(self) -> str:
+        """A page. Needs the `html` extra."""
+        from lowtide.applying.page import as_page
+
+        return as_page(self)
+
     def __str__(self) -> str:
         lines = [f"policy {self.policy}: {len(self.regions)} regions"]
         for _, neighbours in itertools.groupby(self.regions, key=_likeness):
             group = list(neighbours)
             first = group[0]
             lines.append(
-                f"  {_grouped_name(group)} [{first.policy}] forwards {first.forwards}, recomputes {first.recomputes}, "
-                f"packed {_range(group, 'packed_bytes')}, restored {_range(group, 'restored_bytes')}, "
-                f"kept {_range(group, 'kept_bytes')}"
+                f"  {grouped_name(group)} [{first.policy}] forwards {first.forwards}, recomputes {first.recomputes}, "
+                f"packed {range_of(group, 'packed_bytes')}, restored {range_of(group, 'restored_bytes')}, "
+                f"kept {range_of(group, 'kept_bytes')}"
             )
         for _, equals in itertools.groupby(self.tiles, key=_likeness_of_tiles):
             tiled = list(equals)
             lines.append(
-                f"  {_grouped_name(tiled)} [tile] calls {tiled[0].calls}, tiles {tiled[0].tiles}, "
+                f"  {grouped_name(tiled)} [tile] calls {tiled[0].calls}, tiles {tiled[0].tiles}, "
                 f"run again {tiled[0].recomputed_tiles}"
             )
         declined = sum(region.declined_bytes for region in self.regions)
@@ -119,28 +125,35 @@ def _disk_line(disk: DiskUsage) -> str:
 _NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$")
 
 
-def _stack(name: str) -> tuple[str, ...]:
+def stack_of(name: str) -> tuple[str, ...]:
     """A name without its last number."""
     match = _NUMBERED.match(name)
     return (match["before"], match["after"]) if match else (name,)
 
 
 def _likeness(region: RegionReport) -> tuple[Any, ...]:
-    return _stack(region.name), region.policy, region.forwards, region.recomputes
+    return stack_of(region.name), region.policy, region.forwards, region.recomputes
 
 
 def _likeness_of_tiles(ledger: TileLedger) -> tuple[Any, ...]:
-    return _stack(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles
+    return stack_of(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles
 
 
-def _grouped_name(group: Sequence[RegionReport | TileLedger]) -> str:
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def grouped_name(group: Sequence[_Named]) -> str:
+    """Neighbours of one stack in one word: `layers.0-35 x36`."""
     first, last = (_NUMBERED.match(group[place].name) for place in (0, -1))
     if len(group) == 1 or first is None or last is None:
         return group[0].name
     return f"{first['before']}{first['number']}-{last['number']}{first['after']} x{len(group)}"
 
 
-def _range(group: list[RegionReport], figure: str) -> str:
+def range_of(group: Sequence[object], figure: str) -> str:
+    """The bytes of neighbours: one size, or the least and the most."""
     values = sorted(getattr(region, figure) for region in group)
     if values[0] == values[-1]:
         return format_bytes(values[0])

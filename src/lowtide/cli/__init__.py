@@ -9,6 +9,7 @@ import typer
 
 from lowtide._version import __version__
 from lowtide.cli.audit import audit
+from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.plan import calibrate, plan
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(demo)
 app.command()(audit)
 app.command()(doctor)
 app.command()(plan)

@@ -85,9 +85,12 @@ def _from_name(name: str) -> Target:
     if short in table:
         known, row = table[short]
         return _from_config(row["config"], known)
-    if name in _model_types():
+    types = _model_types()
+    if name in types:
         return _from_config({"model_type": name}, name)
-    near = difflib.get_close_matches(short, [*table, *_model_types()], n=1)
+    if not types:
+        raise MissingDependencyError(f"planning {name!r} by name needs transformers: pip install 'lowtide[hf]'")
+    near = difflib.get_close_matches(short, [*table, *types], n=1)
     hint = f"did you mean {table[near[0]][0] if near[0] in table else near[0]!r}? Or " if near else ""
     raise InvalidValueError(
         f"{name!r} is no model that Lowtide knows: {hint}give a model type of transformers, a config.json, its folder, "

@@ -6,25 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.planning.result import KINDS
-from lowtide.report_page import chart, render
+from lowtide.report_page import Band, chart, render, stacked
+from lowtide.report_page.charts import KINDS as KIND_COLOURS
+from lowtide.report_page.charts import LEGEND, dashed
 
 if TYPE_CHECKING:
     from lowtide.planning.result import Plan
 
 _TEMPLATE = Path(__file__).parent / "templates" / "plan.html"
 _GIB = 2**30
-_COLOURS = {
-    "weights": "#5b6b7a",
-    "optimizer": "#8796a5",
-    "gradients": "#b0732c",
-    "activations": "#0f9488",
-    "saved": "#0f9488",
-    "working": "#4cb5ab",
-    "logits": "#d97a1e",
-    "workspace": "#c2517e",
-    "communication": "#7a6fd0",
-    "batch": "#a9a53a",
-}
 
 
 def as_page(plan: Plan) -> str:
@@ -41,7 +31,7 @@ def _bars(plan: Plan) -> str:
     """Peak memory of every policy, by owner, beside the budget."""
     candidates = plan.candidates[::-1]
     names = [_label(candidate.policy) for candidate in candidates]
-    kinds = [kind for kind in _COLOURS if any(kind in candidate.estimate.owners for candidate in candidates)]
+    kinds = [kind for kind in KIND_COLOURS if any(kind in candidate.estimate.owners for candidate in candidates)]
     data: list[dict[str, Any]] = [
         {
             "type": "bar",
@@ -49,7 +39,7 @@ def _bars(plan: Plan) -> str:
             "name": KINDS.get(kind, kind),
             "y": names,
             "x": [candidate.estimate.owners.get(kind, 0) / _GIB for candidate in candidates],
-            "marker": {"color": _COLOURS[kind]},
+            "marker": {"color": KIND_COLOURS[kind]},
             "hovertemplate": f"%{{y}}<br>{KINDS.get(kind, kind)} %{{x:.2f}} GiB<extra></extra>",
         }
         for kind in kinds
@@ -59,8 +49,8 @@ def _bars(plan: Plan) -> str:
         "height": 140 + 34 * len(names),
         "margin": {"l": 330, "r": 16, "t": 40, "b": 50},
         "xaxis": {"title": {"text": "GiB at the peak"}},
-        "shapes": [_line({"x0": plan.budget / _GIB, "x1": plan.budget / _GIB, "yref": "paper", "y0": 0, "y1": 1})],
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "shapes": [dashed({"x0": plan.budget / _GIB, "x1": plan.budget / _GIB, "yref": "paper", "y0": 0, "y1": 1})],
+        "legend": LEGEND,
     }
     return chart(data, layout, name="peaks")
 
@@ -74,24 +64,16 @@ def _timeline(plan: Plan) -> str | None:
     points = plan.timeline
     if not points:
         return None
-    kinds = [kind for kind in _COLOURS if any(kind in point["bytes"] for point in points)]
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "stackgroup": "memory",
-            "name": KINDS.get(kind, kind),
-            "x": list(range(len(points))),
-            "y": [point["bytes"].get(kind, 0) / _GIB for point in points],
-            "line": {"width": 0.5, "color": _COLOURS[kind]},
-            "customdata": [
-                [point["phase"], point["block"] or "outside of the blocks", f"{point['seconds']:.3f} s"]
-                for point in points
-            ],
-            "hovertemplate": "%{customdata[0]}, %{customdata[1]}<br>at %{customdata[2]}: %{y:.2f} GiB",
-        }
+    kinds = [kind for kind in KIND_COLOURS if any(kind in point["bytes"] for point in points)]
+    bands = [
+        Band(KINDS.get(kind, kind), KIND_COLOURS[kind], [point["bytes"].get(kind, 0) / _GIB for point in points])
         for kind in kinds
     ]
+    hover = [
+        [point["phase"], point["block"] or "outside of the blocks", f"{point['seconds']:.3f} s"] for point in points
+    ]
+    template = "%{customdata[0]}, %{customdata[1]}<br>at %{customdata[2]}: %{y:.2f} GiB"
+    data = stacked(bands, list(range(len(points))), hover, template)
     borders = [place for place in range(1, len(points)) if points[place]["phase"] != points[place - 1]["phase"]]
     layout = {
         "height": 420,
@@ -99,14 +81,11 @@ def _timeline(plan: Plan) -> str | None:
         "xaxis": {
             "tickvals": [0, *borders],
             "ticktext": [points[place]["phase"] for place in (0, *borders)],
+            "ticklabelposition": "outside right",  # where the phase is, and clear of the other axis
             "title": {"text": "allocations in their order"},
         },
         "hovermode": "x unified",
-        "shapes": [_line({"y0": plan.budget / _GIB, "y1": plan.budget / _GIB, "xref": "paper", "x0": 0, "x1": 1})],
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "shapes": [dashed({"y0": plan.budget / _GIB, "y1": plan.budget / _GIB, "xref": "paper", "x0": 0, "x1": 1})],
+        "legend": LEGEND,
     }
     return chart(data, layout, name="timeline", with_script=False)  # the first chart brought it
-
-
-def _line(where: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "line", "line": {"dash": "dash", "width": 1.5, "color": "#c0392b"}, **where}

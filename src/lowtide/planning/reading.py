@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lowtide.planning.blank import Moment, Owner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lowtide.planning.blank import Event
-    from lowtide.planning.step import Recording
 
 SAMPLES = 400
 """Points of a timeline, about."""
+
+
+class Recorded(Protocol):
+    """A step in events: simulated, or traced as it ran."""
+
+    events: list[Event]
+    start: int
+    """The first event of the step itself; what is before it was there already."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +86,7 @@ def _refined(owner: Owner, born: Moment, now: Moment) -> Owner:
     return Owner("working" if born == now else "saved", owner.block)
 
 
-def read_peak(recording: Recording, place: str = "device") -> Peak:
+def read_peak(recording: Recorded, place: str = "device") -> Peak:
     """The peak of the step itself."""
     tally, best, where = Tally(place), -1, recording.start
     for position, event in enumerate(recording.events):
@@ -93,7 +102,7 @@ def read_peak(recording: Recording, place: str = "device") -> Peak:
     return Peak(best, moment, again.owners(moment))
 
 
-def peaks_by_moment(recording: Recording, place: str = "device") -> dict[Moment, int]:
+def peaks_by_moment(recording: Recorded, place: str = "device") -> dict[Moment, int]:
     """The most bytes at each moment of the step."""
     peaks: dict[Moment, int] = {}
     total = 0
@@ -105,7 +114,7 @@ def peaks_by_moment(recording: Recording, place: str = "device") -> dict[Moment,
     return peaks
 
 
-def owners_at(recording: Recording, moment: Moment) -> dict[str, int]:
+def owners_at(recording: Recorded, moment: Moment) -> dict[str, int]:
     """Bytes by kind of owner at the highest point of a moment."""
     tally, best, where = Tally("device"), -1, 0
     for position, event in enumerate(recording.events):
@@ -121,8 +130,13 @@ def owners_at(recording: Recording, moment: Moment) -> dict[str, int]:
     return dict(kinds)
 
 
-def read_timeline(recording: Recording, samples: int = SAMPLES) -> list[Sample]:
-    """Device memory over the step: of each stretch of events, the highest point."""
+def read_timeline(
+    recording: Recorded, samples: int = SAMPLES, read: Callable[[Tally], dict[str, int]] = Tally.kinds
+) -> list[Sample]:
+    """Device memory over the step, by kind unless `read` says otherwise: of each stretch of events, the highest point.
+
+    The last stretch may be shorter.
+    """
     count = len(recording.events) - recording.start
     stretch = max(1, count // samples)
     tally = Tally("device")
@@ -134,8 +148,10 @@ def read_timeline(recording: Recording, samples: int = SAMPLES) -> list[Sample]:
         if position < recording.start:
             continue
         if tally.total > most:
-            most, best = tally.total, Sample(event.seconds, event.moment, tally.kinds())
+            most, best = tally.total, Sample(event.seconds, event.moment, read(tally))
         if (position - recording.start + 1) % stretch == 0 and best is not None:
             found.append(best)
             most = -1
+    if most >= 0 and best is not None:
+        found.append(best)
     return found

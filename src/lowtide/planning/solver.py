@@ -13,11 +13,12 @@ that a person can read.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import MissingDependencyError
+import numpy as np
+from scipy import optimize
+
 from lowtide.planning.region_costs import TREATMENTS
 
 if TYPE_CHECKING:
@@ -87,9 +88,8 @@ class _Program:
                 self._add({**here, **there}, 0.0)
 
     def solve(self) -> Choice | None:
-        numpy, optimize = _scipy()
         size = self._binary + 2
-        objective = numpy.ones(size)
+        objective = np.ones(size)
         seconds = (self._everywhere("forward_seconds"), self._everywhere("backward_seconds"))
         for variable in range(self._binary):
             objective[variable] = sum(figure[variable] for figure in seconds)
@@ -98,11 +98,11 @@ class _Program:
         result = optimize.milp(
             objective,
             constraints=[
-                optimize.LinearConstraint(self._matrix(numpy, self._rows), -numpy.inf, self._most),
-                optimize.LinearConstraint(self._matrix(numpy, self._one_each()), 1, 1),
+                optimize.LinearConstraint(self._matrix(self._rows), -np.inf, self._most),
+                optimize.LinearConstraint(self._matrix(self._one_each()), 1, 1),
             ],
-            integrality=numpy.arange(size) < self._binary,
-            bounds=optimize.Bounds(0, numpy.where(numpy.arange(size) < self._binary, 1, numpy.inf)),
+            integrality=np.arange(size) < self._binary,
+            bounds=optimize.Bounds(0, np.where(np.arange(size) < self._binary, 1, np.inf)),
             options={"mip_rel_gap": 1e-4, "time_limit": 20},
         )
         return None if result.x is None else self._choice(result)
@@ -116,8 +116,8 @@ class _Program:
     def _one_each(self) -> list[dict[int, float]]:
         return [{self._variable(place, kind): 1.0 for kind in _KINDS} for place in range(len(self._costs.regions))]
 
-    def _matrix(self, numpy: Any, rows: list[dict[int, float]]) -> Any:
-        matrix = numpy.zeros((len(rows), self._binary + 2))
+    def _matrix(self, rows: list[dict[int, float]]) -> Any:
+        matrix = np.zeros((len(rows), self._binary + 2))
         for place, row in enumerate(rows):
             for variable, factor in row.items():
                 matrix[place, variable] = factor
@@ -139,10 +139,3 @@ class _Program:
     def _add(self, row: dict[int, float], most: float) -> None:
         self._rows.append(dict(row))
         self._most.append(most)
-
-
-def _scipy() -> tuple[Any, Any]:
-    try:
-        return importlib.import_module("numpy"), importlib.import_module("scipy.optimize")
-    except ImportError as error:
-        raise MissingDependencyError("choosing a policy needs scipy: pip install 'lowtide[plan]'") from error

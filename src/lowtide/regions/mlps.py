@@ -65,9 +65,10 @@ _OTHER_TOKENS = ("mask", "position", "past_", "cache", "attn", "attention")
 
 def _looks_at_other_tokens(module: nn.Module) -> bool:
     """Whether the arguments of its forward speak of other tokens: masks, positions, caches."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) or "forward" not in dir(type(module)):
+    forward = getattr(type(module), "forward", None)  # TorchScript's has none that can be read
+    if forward is None or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
-    names = inspect.signature(type(module).forward).parameters
+    names = inspect.signature(forward).parameters
     return any(word in name for name in names for word in _OTHER_TOKENS)
 
 

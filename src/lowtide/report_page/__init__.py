@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from lowtide.report_page.charts import chart
 from lowtide.report_page.rendering import render
+from lowtide.report_page.timelines import Band, stacked
 
-__all__ = ["chart", "render"]
+__all__ = ["Band", "chart", "render", "stacked"]

@@ -9,9 +9,32 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide.report_page.extra import load
+from lowtide.units import format_bytes
 
 COLOURS = ("#8796a5", "#0f9488", "#d97a1e", "#7a6fd0", "#c2517e")
 """Of a chart's series, the first for what others are compared with; seen well on white and on near-black."""
+
+KINDS = {
+    "weights": "#5b6b7a",
+    "optimizer": "#8796a5",
+    "batch": "#a9a53a",
+    "gradients": "#b0732c",
+    "activations": "#0f9488",
+    "saved": "#0f9488",
+    "recomputed": "#2f7fc1",
+    "restored": "#a45fb8",
+    "working": "#4cb5ab",
+    "logits": "#d97a1e",
+    "workspace": "#c2517e",
+    "communication": "#7a6fd0",
+    "other": "#b3a79b",
+}
+"""Of what bytes are, from the bottom of a stack to its top: the same in every chart."""
+
+LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
+"""In a line above the chart."""
+
+_FACTORS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 
 _LAYOUT = {
     "paper_bgcolor": "rgba(0,0,0,0)",
@@ -36,3 +59,14 @@ def chart(data: list[dict[str, Any]], layout: dict[str, Any], *, name: str, with
         div_id=name,
     )
     return drawn
+
+
+def unit_for(largest: float) -> tuple[str, int]:
+    """The unit in which the largest figure of a chart is written, and how many bytes that is."""
+    unit = format_bytes(largest).split()[1]
+    return unit, _FACTORS[unit]
+
+
+def dashed(where: dict[str, Any], colour: str = "#c0392b") -> dict[str, Any]:
+    """A line across a chart: a limit, a border."""
+    return {"type": "line", "line": {"dash": "dash", "width": 1.5, "color": colour}, **where}

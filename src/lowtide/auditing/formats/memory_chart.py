@@ -10,13 +10,12 @@ import collections
 from typing import Any
 
 from lowtide.report_page import chart
-from lowtide.report_page.charts import COLOURS
+from lowtide.report_page.charts import COLOURS, unit_for
 from lowtide.units import format_bytes
 
 _MOST_STACKS = 12
 _BARS, _GAP, _ABOVE, _BELOW = 120, 70, 70, 34
 """Pixels: a stack's bars, its axis with the next one's name, and the margins."""
-_FACTORS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 
 Blocks = list[dict[str, Any]]
 
@@ -28,8 +27,8 @@ def memory_chart(blocks: dict[str, Blocks]) -> dict[str, Any] | None:
         return None
     stacks = _largest_first(next(iter(measured.values())))
     shown = dict(list(stacks.items())[:_MOST_STACKS])
-    unit = _unit(measured)
-    html = chart(_bars(measured, shown, unit), _layout(shown, unit), name="memory")
+    unit, factor = unit_for(_largest(measured))
+    html = chart(_bars(measured, shown, factor), _layout(shown, unit), name="memory")
     return {"html": html, "stacks": len(shown), "left_out": len(stacks) - len(shown)}
 
 
@@ -42,23 +41,25 @@ def _largest_first(blocks: Blocks) -> dict[str, int]:
     return {stack: count[stack] for stack, _ in held.most_common()}
 
 
-def _unit(blocks: dict[str, Blocks]) -> str:
-    """The one in which the largest block is written."""
-    largest = max(max(block["plain_bytes"], block["bytes"]) for found in blocks.values() for block in found)
-    return format_bytes(largest).split()[1]
+def _largest(blocks: dict[str, Blocks]) -> int:
+    return max(
+        int(block[figure]) for found in blocks.values() for block in found for figure in ("plain_bytes", "bytes")
+    )
 
 
-def _bars(blocks: dict[str, Blocks], stacks: dict[str, int], unit: str) -> list[dict[str, Any]]:
+def _bars(blocks: dict[str, Blocks], stacks: dict[str, int], factor: int) -> list[dict[str, Any]]:
     first = next(iter(blocks.values()))
     series = [("plain", "plain_bytes", first), *((mode, "bytes", found) for mode, found in blocks.items())]
     return [
-        _bar(label, figure, [block for block in found if block["stack"] == stack], row=row, colour=colour, unit=unit)
+        _bar(
+            label, figure, [block for block in found if block["stack"] == stack], row=row, colour=colour, factor=factor
+        )
         for row, stack in enumerate(stacks)
         for colour, (label, figure, found) in enumerate(series)
     ]
 
 
-def _bar(label: str, figure: str, blocks: Blocks, *, row: int, colour: int, unit: str) -> dict[str, Any]:
+def _bar(label: str, figure: str, blocks: Blocks, *, row: int, colour: int, factor: int) -> dict[str, Any]:
     axis = "" if row == 0 else str(row + 1)
     return {
         "type": "bar",
@@ -66,7 +67,7 @@ def _bar(label: str, figure: str, blocks: Blocks, *, row: int, colour: int, unit
         "legendgroup": label,
         "showlegend": row == 0,
         "x": [block["name"].removeprefix(f"{block['stack']}.") for block in blocks],
-        "y": [block[figure] / _FACTORS[unit] for block in blocks],
+        "y": [block[figure] / factor for block in blocks],
         "customdata": [f"{block['name']}: {format_bytes(block[figure])}" for block in blocks],
         "hovertemplate": f"{label}<br>%{{customdata}}<extra></extra>",
         "marker": {"color": COLOURS[colour % len(COLOURS)]},
@@ -82,7 +83,7 @@ def _layout(stacks: dict[str, int], unit: str) -> dict[str, Any]:
         "bargap": 0.3,
         "height": inner + _ABOVE + _BELOW,
         "margin": {"l": 60, "r": 16, "t": _ABOVE, "b": _BELOW},
-        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "top", "yref": "container"},
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "top", "yref": "container"},
         "annotations": [],
     }
     widest = max(stacks.values())

@@ -1,0 +1,224 @@
+"""`lowtide.trace`: a context around real training steps. The model trains as before, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide.applying import applied_to
+from lowtide.auditing.names import named_parameters, plain_name
+from lowtide.auditing.parallel import inner
+from lowtide.errors import InvalidValueError, NoRegionError
+from lowtide.regions import find_regions
+from lowtide.stores import DiskStore, HostStore, TieredStore
+from lowtide.tracing.ledger import Move, StorageLedger
+from lowtide.tracing.result import Level, Trace
+from lowtide.tracing.whereabouts import Whereabouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from lowtide.planning.blank import Moment
+    from lowtide.regions import Selector
+    from lowtide.stores import Store
+
+_BACKWARD = ("backward", "recompute")
+
+
+class trace:  # noqa: N801  (a context manager, used like a function)
+    """Record what the training steps inside it hold in memory, by region and over time.
+
+    It works for any model: plain, under `lowtide.apply`, or with somebody else's checkpointing. Regions are those of
+    the policies in force; else those that `regions` names (globs on module names, class names, classes); else those
+    that are found. With the `optimizer`, its states are told apart, and its step. The result is a `Trace`, which can
+    be read while it grows. Nothing stays in the model, after an error too.
+
+        with lowtide.trace(model, optimizer) as seen:
+            model(batch).loss.backward()
+            optimizer.step()
+        Path("trace.html").write_text(seen.to_html())
+
+    While it is in force, functions that torch.compile made run as they were written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        regions: Sequence[Selector] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InvalidValueError(f"trace needs a torch.nn.Module, got {type(model).__name__}")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self._model: nn.Module | None = model
+        self._optimizer = optimizer
+        self._names = _region_names(model, regions)
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Trace:
+        if self._model is None or self._stack is not None:
+            raise InvalidValueError("this trace has been used: make another with lowtide.trace(model)")
+        importlib.import_module("torch._dynamo")  # else a dispatch mode's first operation does, for a second or two
+        with contextlib.ExitStack() as stack:
+            recorder = _Recorder(self._model, self._names)
+            recorder.claim_what_is_there(self._optimizer)
+            recorder.install(self._optimizer, stack)
+            self._stack = stack.pop_all()
+        return recorder.trace
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._model = self._optimizer = None
+        if self._stack is not None:
+            self._stack.close()
+
+
+class _Recorder:
+    """Writes a `Trace`."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        began = time.perf_counter()
+        self._clock: Callable[[], float] = lambda: time.perf_counter() - began
+        self._model = model
+        self._stores = _stores_of(model)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._ledger = StorageLedger(device, self._clock)
+        self._where = Whereabouts(names, self._clock, self._move_on)
+        self._allocated = functools.partial(_allocated, device)
+        self._files = {id(store): store.usage().disk for store in self._stores if isinstance(store, DiskStore)}
+        self.trace = Trace(
+            model=type(inner(model)).__name__,
+            device=str(device),
+            regions=names,
+            events=self._ledger.events,
+            spans=self._where.spans,
+            moves=self._ledger.moves,
+        )
+
+    def claim_what_is_there(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Weights, gradients and the optimizer's states are counted from the beginning."""
+        for parameter in self._model.parameters():
+            self._ledger.claim(parameter.detach(), "weights")
+            if parameter.grad is not None:
+                self._ledger.claim(parameter.grad.detach(), "gradients")
+        for buffer in self._model.buffers():
+            self._ledger.claim(buffer, "weights")
+        for state in optimizer.state.values() if optimizer is not None else ():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self._ledger.claim(value, "optimizer")
+        self.trace.start = max(0, len(self._ledger.events) - 1)
+        self._read_levels()
+
+    def install(self, optimizer: torch.optim.Optimizer | None, stack: contextlib.ExitStack) -> None:
+        """Everything that watches, each with what takes it away again."""
+        stack.callback(self._ledger.close)
+        for _, parameter in named_parameters(self._model):
+            if parameter.requires_grad and parameter.is_leaf:
+                handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._claim_gradient
+                )
+                stack.callback(handle.remove)
+        if optimizer is not None:
+            stack.callback(optimizer.register_step_pre_hook(lambda *_: self._set_in_optimizer(is_in=True)).remove)
+            stack.callback(optimizer.register_step_post_hook(lambda *_: self._set_in_optimizer(is_in=False)).remove)
+        self._where.watch(self._model, stack)
+        self._ledger.where = self._where
+        stack.enter_context(self._ledger)
+
+    def _set_in_optimizer(self, *, is_in: bool) -> None:
+        self._where.in_optimizer = is_in
+        self._where.look()
+
+    def _claim_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._ledger.claim(parameter.grad, "gradients")
+
+    def _move_on(self, moment: Moment) -> None:
+        before = self._where.moment.phase
+        self._ledger.move_on(moment)
+        if before == "forward" and moment.phase in _BACKWARD:
+            self._read_saved()
+        if before in _BACKWARD and moment.phase not in _BACKWARD:
+            for parameter in self._model.parameters():  # some engines (FSDP) set gradients themselves
+                self._claim_gradient(parameter)
+        self._read_levels(moment)
+
+    def _read_saved(self) -> None:
+        saved = self._ledger.saved()
+        if sum(saved.values()) >= self.trace.saved_bytes:
+            self.trace.saved = saved
+
+    def _read_levels(self, moment: Moment | None = None) -> None:
+        """What the allocator and the stores count, and what went to files and came from them since the last time."""
+        stored: dict[str, int] = {}
+        now, (phase, region) = self._clock(), moment or self._where.moment
+        for store in self._stores:
+            stored[store.name] = stored.get(store.name, 0) + store.bytes_used
+            if isinstance(store, DiskStore):
+                self._note_files(store, now, phase, region)
+        self.trace.levels.append(Level(now, phase, region, self._allocated(), stored))
+
+    def _note_files(self, store: DiskStore, now: float, phase: str, region: str) -> None:
+        before, disk = self._files[id(store)], store.usage().disk
+        if before is None or disk is None:
+            return
+        self._files[id(store)] = disk
+        changes = {
+            "to disk": disk.written_bytes - before.written_bytes,
+            "from disk": disk.read_bytes - before.read_bytes,
+        }
+        for direction, nbytes in changes.items():
+            if nbytes:
+                self._ledger.moves.append(Move(now, direction, nbytes, phase, region))
+
+
+def _region_names(model: nn.Module, select: Sequence[Selector] | None) -> list[str]:
+    """Those that are asked for; else those of the policies in force; else what is found, if there is anything."""
+    core = inner(model)
+    handles = applied_to(model)
+    if select is None and handles:
+        wanted = {id(region.module) for handle in handles for region in handle.regions}
+        return [plain_name(name) for name, module in core.named_modules() if id(module) in wanted]
+    try:
+        found = find_regions(core, select)
+    except NoRegionError:
+        if select is not None:
+            raise
+        return []
+    scripted = [region.name for region in found if isinstance(region.module, torch.jit.ScriptModule)]
+    if scripted and select is not None:
+        raise InvalidValueError(
+            f"{', '.join(scripted)}: TorchScript takes no hooks; name a module around it in regions"
+        )
+    return [plain_name(region.name) for region in found if region.name not in scripted]
+
+
+def _stores_of(model: nn.Module) -> list[HostStore | DiskStore]:
+    found: list[Any] = []
+    for store in (handle.store for handle in applied_to(model)):
+        found += _tiers(store)
+    return found
+
+
+def _tiers(store: Store | None) -> list[Store]:
+    if isinstance(store, TieredStore):
+        return [store.host, store.disk]
+    return [] if store is None else [store]
+
+
+def _allocated(device: torch.device) -> int | None:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return torch.accelerator.memory_allocated(device)

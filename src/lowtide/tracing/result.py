@@ -1,0 +1,238 @@
+"""A trace: what a step held and when, as data. Everything is read out of its events, spans and moves."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowtide.applying.report import grouped_name, range_of, stack_of
+from lowtide.planning.reading import read_peak, read_timeline
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.planning.blank import Event
+    from lowtide.planning.reading import Peak, Sample, Tally
+    from lowtide.tracing.ledger import Move
+    from lowtide.tracing.whereabouts import Span
+
+KINDS = {
+    "weights": "weights",
+    "optimizer": "optimizer states",
+    "gradients": "gradients",
+    "saved": "saved activations",
+    "recomputed": "recomputed activations",
+    "restored": "brought back from a store",
+    "working": "in work",
+    "batch": "the batch",
+    "other": "others",
+}
+"""What bytes on the device are, in words."""
+
+OUTSIDE = "outside of the regions"
+
+
+class Level(NamedTuple):
+    """What others count, read as the step moves on."""
+
+    seconds: float
+    phase: str
+    region: str
+    allocated: int | None
+    """Device bytes by torch's allocator, workspaces of kernels included. None where it keeps no count: on the CPU."""
+    stored: dict[str, int]
+    """Bytes in the stores of an applied policy: on the `host`, on the `disk`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegionTrace:
+    """One region over the whole trace."""
+
+    name: str
+    forwards: int
+    recomputes: int
+    saved_bytes: int
+    """What it made in forward and what was alive as backward began."""
+    recomputed_bytes: int
+    """The most bytes at once that its recomputations made."""
+    to_host_bytes: int
+    to_device_bytes: int
+    forward_seconds: float
+    recompute_seconds: float
+    backward_seconds: float
+
+
+@dataclasses.dataclass(kw_only=True)
+class Trace:
+    """What was recorded. It grows while the steps run, and can be read at any time, after an error too."""
+
+    model: str
+    device: str
+    regions: list[str]
+    events: list[Event]
+    """Every storage as it comes, changes its owner, and goes. Bytes belong to the region that made them."""
+    start: int = 0
+    """The first event of the steps; those before it tell what was there already."""
+    spans: list[Span]
+    """When each region's forward, recompute and backward began and ended, in their order."""
+    moves: list[Move] = dataclasses.field(default_factory=list)
+    levels: list[Level] = dataclasses.field(default_factory=list)
+    saved: dict[str, int] = dataclasses.field(default_factory=dict)
+    """By region: bytes that forward saved, as the backward with the most of them began."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on the device at once."""
+        return self.peak.nbytes
+
+    @property
+    def peak(self) -> Peak:
+        """The peak with its moment and its owners."""
+        return read_peak(self)
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most bytes of host memory that the steps made, where the device is another."""
+        return read_peak(self, "host").nbytes
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.saved.values())
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Device memory over time, by kind: some hundred points, each the highest of its stretch."""
+        return read_timeline(self)
+
+    @property
+    def samples_by_region(self) -> list[Sample]:
+        """The same points: activations by the region that made them."""
+        return read_timeline(self, read=_activations)
+
+    def moved_bytes(self, direction: str) -> int:
+        """Bytes that went `to host`, `to device`, `to disk` or `from disk`."""
+        return sum(move.nbytes for move in self.moves if move.direction == direction)
+
+    def by_region(self) -> list[RegionTrace]:
+        """The regions in the model's order, those that did not run too."""
+        seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
+        runs: collections.Counter[tuple[str, str]] = collections.Counter()
+        for span in self.spans:
+            seconds[span.phase, span.region] += span.end - span.begin
+            runs[span.phase, span.region] += 1
+        moved: collections.Counter[tuple[str, str]] = collections.Counter()
+        for move in self.moves:
+            moved[move.direction, move.region] += move.nbytes
+        recomputed = _most_recomputed(self.events)
+        return [
+            RegionTrace(
+                name=name,
+                forwards=runs["forward", name],
+                recomputes=runs["recompute", name],
+                saved_bytes=self.saved.get(name, 0),
+                recomputed_bytes=recomputed[name],
+                to_host_bytes=moved["to host", name],
+                to_device_bytes=moved["to device", name],
+                forward_seconds=seconds["forward", name],
+                recompute_seconds=seconds["recompute", name],
+                backward_seconds=seconds["backward", name],
+            )
+            for name in self.regions
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the single events, which `to_memory_viz` writes."""
+        peak = self.peak
+        return {
+            "model": self.model,
+            "device": self.device,
+            "peak_bytes": peak.nbytes,
+            "peak": {**peak.moment._asdict(), "owners": [[*owner, size] for owner, size in peak.owners.items()]},
+            "peak_host_bytes": self.peak_host_bytes,
+            "saved_bytes": self.saved_bytes,
+            "saved": self.saved,
+            "regions": [dataclasses.asdict(region) for region in self.by_region()],
+            "samples": [
+                {"seconds": sample.seconds, **sample.moment._asdict(), "bytes": sample.nbytes}
+                for sample in self.samples
+            ],
+            "spans": [span._asdict() for span in self.spans],
+            "moves": [move._asdict() for move in self.moves],
+            "levels": [level._asdict() for level in self.levels],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self) -> str:
+        """A page with the memory over time, by kind and by region. Needs the `html` extra."""
+        from lowtide.tracing.page import as_page
+
+        return as_page(self)
+
+    def to_chrome(self) -> str:
+        """JSON for Perfetto (ui.perfetto.dev) and chrome://tracing: spans of the regions, and counters of bytes."""
+        from lowtide.tracing.chrome import as_chrome
+
+        return as_chrome(self)
+
+    def to_memory_viz(self) -> bytes:
+        """A pickled snapshot for pytorch.org/memory_viz: every storage with its kind and region."""
+        from lowtide.tracing.memory_viz import as_snapshot
+
+        return as_snapshot(self)
+
+    def __str__(self) -> str:
+        peak = self.peak
+        where = f"{peak.moment.phase}, {peak.moment.block or OUTSIDE}"
+        lines = [
+            f"trace of {self.model} on {self.device}: peak {format_bytes(peak.nbytes)} in {where}",
+            f"  at the peak: {_owners(peak)}",
+            f"  saved for backward: {format_bytes(self.saved_bytes)}",
+        ]
+        for _, neighbours in itertools.groupby(self.by_region(), key=_likeness):
+            group = list(neighbours)
+            lines.append(
+                f"  {grouped_name(group)} forwards {group[0].forwards}, recomputes {group[0].recomputes}, saved "
+                f"{range_of(group, 'saved_bytes')}, recomputed {range_of(group, 'recomputed_bytes')}"
+            )
+        moved = {direction: self.moved_bytes(direction) for direction in dict.fromkeys(m.direction for m in self.moves)}
+        if moved:
+            lines.append(f"  moved: {', '.join(f'{format_bytes(size)} {where}' for where, size in moved.items())}")
+        return "\n".join(lines)
+
+
+def _activations(tally: Tally) -> dict[str, int]:
+    found: collections.Counter[str] = collections.Counter()
+    for owner, size in tally.by_owner.items():
+        if owner.kind in ("saved", "recomputed", "restored", "working"):
+            found[owner.block] += size
+    return {block: size for block, size in found.items() if size}
+
+
+def _most_recomputed(events: list[Event]) -> collections.Counter[str]:
+    now: collections.Counter[str] = collections.Counter()
+    most: collections.Counter[str] = collections.Counter()
+    owned: dict[int, tuple[str, int]] = {}
+    for event in events:
+        block, size = owned.pop(event.storage, ("", 0))
+        now[block] -= size
+        if event.owner.kind == "recomputed" and event.place == "device":
+            size += event.change
+            owned[event.storage] = (event.owner.block, size)
+            now[event.owner.block] += size
+            most[event.owner.block] = max(most[event.owner.block], now[event.owner.block])
+    return most
+
+
+def _likeness(region: RegionTrace) -> tuple[Any, ...]:
+    return stack_of(region.name), region.forwards, region.recomputes
+
+
+def _owners(peak: Peak) -> str:
+    kinds: collections.Counter[str] = collections.Counter()
+    for owner, size in peak.owners.items():
+        kinds[owner.kind] += size
+    return ", ".join(f"{KINDS[kind]} {format_bytes(size)}" for kind, size in kinds.most_common() if size)

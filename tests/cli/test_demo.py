@@ -1,0 +1,67 @@
+"""The demo's acts, at a size for tests. Each of them judges itself: here it must also be able to say no."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lowtide.cli import app
+from lowtide.demo import small_vlm, story, training
+
+
+@pytest.fixture
+def console(sim, monkeypatch: pytest.MonkeyPatch) -> Console:
+    monkeypatch.setattr(small_vlm, "LAYERS", 2)
+    monkeypatch.setattr(small_vlm, "TOKENS", 192)
+    return Console(record=True, width=120, file=io.StringIO())
+
+
+@pytest.mark.filterwarnings("default")
+def test_only_ours_fits_and_learns(console):
+    story.fits(console)
+    told = console.export_text()
+    assert told.count("out of memory") >= 2
+    assert "recompute+offload: 6 regions" in told
+    assert "recomputes 6" in told
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_policy_without_effect_is_told(console, monkeypatch):
+    monkeypatch.setitem(story.WAYS, story.OURS, training.plain)
+    with pytest.raises(story.DemoError, match="should fit and learn"):
+        story.fits(console)
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_audit_agrees(console):
+    story.is_right(console)
+    told = console.export_text()
+    assert "bit-identical" in told
+    assert "fail" not in told
+
+
+def test_two_ranks_agree_where_the_reentrant_engine_fails(console):
+    story.on_two_ranks(console)
+    told = console.export_text()
+    assert "gradients are the same on all ranks" in told
+    assert "Expected to mark a variable ready only once" in told
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert "needs peft: pip install 'lowtide[sim,hf]'" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_whole_story(sim):
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 0, result.output
+    assert "It fits on 8 x L40S with" in result.output
+    assert result.output.splitlines()[-3:] == story.NEXT.splitlines()
