@@ -7,7 +7,7 @@
 #   make test-peers   the tests that need a peer's package
 #   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
-#   make plans   the tables of plans in the docs (about ten minutes)
+#   make plans   the tables of plans in the docs, and the drawings of a step (about ten minutes)
 #   make docs    the documentation site, in site/
 #   make dist    wheel and source distribution, in dist/
 #   make dist-check   installs the wheel in a clean environment and uses it there
@@ -62,6 +62,7 @@ zoo: .venv/.dev
 
 plans: .venv/.dev
 	$(BIN)/python bench/plan_tables.py
+	$(BIN)/python bench/step_drawings.py
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

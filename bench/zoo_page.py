@@ -1,9 +1,10 @@
-"""Writes docs/zoo.md from the records in docs/zoo: `python bench/zoo_page.py`."""
+"""Writes docs/zoo.md, and the table in docs/why.md, from the records in docs/zoo: `python bench/zoo_page.py`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from lowtide.survey import Record
@@ -17,19 +18,59 @@ failed twice: with other weights and another batch, too. These are findings abou
 repeated with the command in its row. This page is written by `bench/zoo_page.py` from [the records](zoo/{name})."""
 
 
+IN_OTHER_WORDS = {
+    "recomputed": "a stack of blocks is not recomputed, or too often: the flag has no effect there",
+    "runs": "the plain model trains, and raises with the flag on",
+    "gradient values": "a gradient has another value, with no error",
+    "gradients present": "a parameter gets no gradient any more",
+    "adapters on a frozen base": "LoRA-like training of the blocks alone: no gradient, or an error",
+    "buffers": "batch norm's statistics are updated twice",
+    "DDP readiness": "DDP with `find_unused_parameters` would mark parameters ready twice",
+}
+"""What docs/why.md shows of the checks."""
+
+_TABLE = re.compile(r"(?<=<!-- begin: zoo -->\n).*?(?=<!-- end: zoo -->)", flags=re.DOTALL)
+
+
 def load(path: Path) -> list[Record]:
     return [Record(**record) for record in json.loads(path.read_text())["records"]]
 
 
 def main() -> None:
     (DOCS / "zoo.md").write_text(from_records())
+    why = DOCS / "why.md"
+    why.write_text(with_table(why.read_text()))
 
 
 def from_records() -> str:
-    (data,) = sorted((DOCS / "zoo").glob("transformers-*.json"))
-    ours = DOCS / "zoo" / data.name.replace("transformers-", "lowtide-on-transformers-")
+    data, ours = record_files()
     version = data.stem.removeprefix("transformers-")
     return page(version, data.name, load(data), ours.name, load(ours))
+
+
+def record_files() -> tuple[Path, Path]:
+    """Theirs and ours."""
+    (data,) = sorted((DOCS / "zoo").glob("transformers-*.json"))
+    return data, DOCS / "zoo" / data.name.replace("transformers-", "lowtide-on-transformers-")
+
+
+def with_table(text: str) -> str:
+    """docs/why.md with its table as the records have it."""
+    theirs, ours = (summarize(load(path)) for path in record_files())
+    lines = [
+        "| what the audit found | transformers, default | transformers, reentrant | Lowtide |",
+        "|---|---|---|---|",
+        (
+            f"| architectures audited | {theirs.by_status['audited']} | {theirs.by_status['audited']} "
+            f"| {ours.by_status['audited']} |"
+        ),
+    ]
+    for check, words in IN_OTHER_WORDS.items():
+        default, reentrant = (theirs.by_check.get(f"{mode}: {check}", 0) for mode in ("default", "reentrant"))
+        ours_fail = sum(count for name, count in ours.by_check.items() if name.endswith(f": {check}"))
+        lines.append(f"| {words} | {default} | {reentrant} | {ours_fail} |")
+    lines.append(f"| refused by name, with the reason | | | {ours.by_status['refused']} |")
+    return _TABLE.sub("\n" + "\n".join(lines) + "\n\n", text)
 
 
 def page(version: str, name: str, theirs: list[Record], our_name: str, ours: list[Record]) -> str:
