@@ -94,6 +94,15 @@ def verdicts(model: nn.Module, batch: dict[str, Tensor]) -> None:
     lowtide.audit(model, batch, lambda m: m)  # type: ignore[call-arg]
 
 
+def traces(model: nn.Module, x: Tensor) -> None:
+    with lowtide.trace(model) as seen:
+        model(x).sum().backward()
+    assert_type(seen, lowtide.Trace)
+    assert_type(seen.peak_bytes, int)
+    assert_type(seen.to_html(), str)
+    lowtide.trace()  # type: ignore[call-arg]
+
+
 def plans(model: nn.Module) -> None:
     plan = lowtide.plan("Qwen3-VL-4B", tokens=131072, device="L40S", ranks=8, lora=16)
     assert_type(plan, lowtide.Plan)
