@@ -1,0 +1,40 @@
+"""Where a peer is ahead of us, found in the figures: nobody has to notice it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.comparing import is_noise
+from bench.tables import brief
+
+if TYPE_CHECKING:
+    from bench.figures import Figure, Result
+    from bench.section import Rivalry, Section
+
+FINE = ("equal", "right")
+
+
+def ahead(section: Section, result: Result) -> list[str]:
+    """A line for each peer and row of ours that it beats, with the figures."""
+    return [
+        f"{name}, beside {rivalry.ours}: {'; '.join(better)}"
+        for rivalry in section.RIVALRIES
+        for name in rivalry.theirs
+        if name in result.rows and (better := _better(section, result, rivalry, name))
+    ]
+
+
+def _better(section: Section, result: Result, rivalry: Rivalry, name: str) -> list[str]:
+    ours, theirs = result.rows[rivalry.ours], result.rows[name]
+    return [
+        f"{section.COLUMNS[figure]} {brief(theirs[figure])} against {brief(ours[figure])}"
+        for figure in rivalry.figures
+        if figure in ours and figure in theirs and _is_less(theirs[figure], ours[figure])
+        if theirs.get(rivalry.if_right.get(figure, "")) is None or theirs[rivalry.if_right[figure]].value in FINE
+    ]
+
+
+def _is_less(theirs: Figure, ours: Figure) -> bool:
+    if ours.kind == "seconds":
+        return False
+    return theirs.value < ours.value and not is_noise(ours, theirs)
