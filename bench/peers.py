@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "UNSLOTH_DISABLE_DOUBLE_BUFFER": "1",
     "UNSLOTH_COMPILE_DISABLE": "1",
     "TRITON_INTERPRET": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """In force in every section's process, before torch is imported."""
 

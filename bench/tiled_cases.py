@@ -35,7 +35,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate, self.up = (nn.Linear(hidden, inner, bias=False, dtype=dtype) for _ in range(2))
         self.down = nn.Linear(inner, hidden, bias=False, dtype=dtype)
-        self.dropout = dropout
+        self.hidden, self.dropout = hidden, dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(F.dropout(x, self.dropout))) * self.up(x))
@@ -208,7 +208,7 @@ def under_ddp(name: str, options: dict[str, bool]) -> bool:
         ]
         for process in ranks:
             process.start()
-        got = [results.get(timeout=60) for _ in ranks]
+        got = [results.get(timeout=600) for _ in ranks]
         for process in ranks:
             process.join()
     return all(got)

@@ -64,6 +64,8 @@ SIZE = {"layers": 6, "width": 64, "tokens": 400}
 
 def measure(say: Say, only: tuple[str, ...] = tuple(WAYS)) -> Result:
     torch.set_num_threads(1)
+    for make in MODELS.values():
+        make(**SIZE)  # imported here once, and not in every fork
     rows, left_out = keep_going({name: functools.partial(both_models, name) for name in only}, say)
     boundary = SIZE["layers"] * SIZE["width"] * SIZE["tokens"] * 4
     return Result(SIZE | {"boundary": boundary}, rows, left_out)

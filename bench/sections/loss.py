@@ -124,7 +124,6 @@ def problem(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, nn.Parameter
 
 
 def bytes_and_flops(name: str) -> tuple[int, float]:
-    simdevice.enable(memory="8GiB")
     hidden, weight, labels = problem(torch.bfloat16, "sim")
     simdevice.reset()
     base = simdevice.stats().live_bytes
@@ -144,12 +143,7 @@ def gradients(loss: Loss, *, scale: float = 1, ignored: int = 0) -> list[torch.T
 CASES = {"mean": {}, "scaled": {"scale": 3.0}, "ignored": {"ignored": TOKENS // 3}}
 
 
-def verdicts(name: str) -> dict[str, str]:
-    simdevice.enable(memory="8GiB")
-    return {case: _verdict(name, options) for case, options in CASES.items()}
-
-
-def _verdict(name: str, options: dict[str, float]) -> str:
+def judged(name: str, options: dict[str, float]) -> str:
     expected = gradients(plain, **options)
     try:
         got = gradients(LOSSES[name], **options)
@@ -160,12 +154,12 @@ def _verdict(name: str, options: dict[str, float]) -> str:
 
 
 def counts(name: str) -> dict[str, Figure]:
-    peak, flops = apart(bytes_and_flops, name)
-    found = {
+    simdevice.enable(memory="8GiB")
+    peak, flops = bytes_and_flops(name)
+    return {
         "peak": count(peak, "bytes"),
         "products": count(flops / (2 * TOKENS * WIDTH * CLASSES)),
-    }
-    return found | {case: verdict(words) for case, words in apart(verdicts, name).items()}
+    } | {case: verdict(judged(name, options)) for case, options in CASES.items()}
 
 
 def times(names: tuple[str, ...]) -> dict[str, Figure]:
@@ -179,7 +173,7 @@ def times(names: tuple[str, ...]) -> dict[str, Figure]:
 
 def measure(say: Say, *, only: tuple[str, ...] = tuple(LOSSES), timed: bool = True) -> Result:
     torch.set_num_threads(1)
-    rows, left_out = keep_going({name: functools.partial(counts, name) for name in only}, say)
+    rows, left_out = keep_going({name: functools.partial(apart, counts, name) for name in only}, say)
     if timed:
         say("time", len(only), len(only) + 1)
         for name, figure in apart(times, tuple(name for name in rows if name not in UNTIMED)).items():

@@ -19,6 +19,7 @@ from lowtide import simdevice
 
 if TYPE_CHECKING:
     from bench.section import Say
+    from bench.tiled_cases import Engine
 
 TITLE = "Tiled MLPs"
 ABOUT = """\
@@ -39,26 +40,24 @@ RIVALRIES = (
     Rivalry(ours="Lowtide", theirs=tuple(name for name in ENGINES if name != "Lowtide"), figures=tuple(COLUMNS)),
 )
 HIDDEN, INNER, TOKENS, SHARDS, TIMED_SHARDS, ROUNDS = 256, 896, 4096, 32, 8, 10
-UNITS = 9
-"""Matrix products of an untiled MLP."""
 
 
-def flops(name: str, *, in_checkpoint: bool) -> int:
-    engine, mlp = ENGINES[name](), Mlp()
-    x = torch.randn(1, 320, 32, dtype=torch.double, requires_grad=True)
+def products(engine: Engine, *, in_checkpoint: bool) -> float:
+    """FLOPs over those of one weight against all tokens."""
+    mlp, tokens = Mlp(), 320
+    x = torch.randn(1, tokens, mlp.hidden, dtype=torch.double, requires_grad=True)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return engine(mlp, x, 10)
 
     with Operators() as counted:
         (checkpoint(run, x, use_reentrant=False) if in_checkpoint else run(x)).sum().backward()
-    return counted.flops
+    return counted.flops / (2 * tokens * mlp.gate.weight.numel())
 
 
-def peak_bytes(name: str) -> int:
+def peak_bytes(engine: Engine) -> int:
     """Of forward and backward, over weights, their gradients and the input."""
-    simdevice.enable(memory="8GiB")
-    engine, mlp = ENGINES[name](), Mlp(HIDDEN, INNER, torch.float32).to("sim")
+    mlp = Mlp(HIDDEN, INNER, torch.float32).to("sim")
     x = torch.randn(1, TOKENS, HIDDEN, device="sim", requires_grad=True)
     torch.accelerator.synchronize()
     simdevice.reset()
@@ -68,29 +67,32 @@ def peak_bytes(name: str) -> int:
     return simdevice.stats().peak_bytes - base - sum(p.nbytes for p in mlp.parameters())
 
 
-def judged(name: str) -> dict[str, str]:
+def counted(name: str) -> dict[str, Figure]:
+    simdevice.enable(memory="8GiB")
     engine = ENGINES[name]()
-    return {case: tiled_cases.verdict(case, engine) for case in CASES}
+    return {
+        "products": count(products(engine, in_checkpoint=False)),
+        "products in a checkpoint": count(products(engine, in_checkpoint=True)),
+        "peak": count(peak_bytes(engine), "bytes"),
+    } | {case: verdict(tiled_cases.verdict(case, engine)) for case in CASES}
+
+
+def under_ddp(name: str) -> dict[str, Figure]:
+    ENGINES[name]()  # imported here once, and not in every rank
+    return {
+        case: verdict("right" if tiled_cases.under_ddp(name, options) else "fails") for case, options in DDP.items()
+    }
 
 
 def counts(name: str) -> dict[str, Figure]:
-    unit = apart(functools.partial(flops, "untiled", in_checkpoint=False)) / UNITS
-    found = {
-        "products": count(apart(functools.partial(flops, name, in_checkpoint=False)) / unit),
-        "products in a checkpoint": count(apart(functools.partial(flops, name, in_checkpoint=True)) / unit),
-        "peak": count(apart(peak_bytes, name), "bytes"),
-    }
-    found |= {case: verdict(words) for case, words in apart(judged, name).items()}
-    return found | {
-        case: verdict("right" if tiled_cases.under_ddp(name, options) else "fails") for case, options in DDP.items()
-    }
+    return apart(counted, name) | apart(under_ddp, name)
 
 
 def times(names: tuple[str, ...]) -> dict[str, Figure]:
     mlp = Mlp(HIDDEN, INNER, torch.float32)
     x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
 
-    def step(engine: tiled_cases.Engine) -> Any:
+    def step(engine: Engine) -> Any:
         return lambda: engine(mlp, x, TIMED_SHARDS).sum().backward()
 
     return interleaved({name: step(ENGINES[name]()) for name in names}, against="untiled", rounds=ROUNDS)

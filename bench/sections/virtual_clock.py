@@ -57,6 +57,7 @@ SIZE = {"layers": 6, "width": 128, "tokens": 256}
 
 def measure(say: Say, only: tuple[str, ...] = tuple(WAYS)) -> Result:
     torch.set_num_threads(1)
+    models.llama(**SIZE)  # imported here once, and not in every fork
     rows, left_out = keep_going({name: functools.partial(all_links, name) for name in only}, say)
     return Result(SIZE | {"flops": DEVICE["flops"], "bandwidth": DEVICE["bandwidth"]}, rows, left_out)
 
