@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.comparing import is_noise
+from bench.figures import FINE
 from bench.tables import brief
 
 if TYPE_CHECKING:
     from bench.figures import Figure, Result
     from bench.section import Rivalry, Section
-
-FINE = ("equal", "right")
 
 
 def ahead(section: Section, result: Result) -> list[str]:

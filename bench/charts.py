@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from bench.figures import FINE
 from bench.tables import brief
 
 if TYPE_CHECKING:
-    from bench.figures import Result
+    from bench.figures import Figure, Result
     from bench.section import Bars, Lines
 
 OURS, OTHERS = "#0f9488", "#8796a5"
@@ -47,11 +48,15 @@ def bars(plot: Bars, result: Result) -> str:
             "width": f"{BAR_WIDTH * figure.value / longest:.1f}",
             "text_at": f"{BAR_WIDTH * figure.value / longest + 296:.1f}",
             "colour": OURS if is_ours(name) else OTHERS,
-            "text": brief(figure),
+            "text": brief(figure) + _fault(result.rows[name].get(plot.verdict)),
         }
         for place, (name, figure) in enumerate(figures.items())
     ]
     return render("bars.svg", plot=plot, bars=drawn, height=52 + ROW_HEIGHT * len(drawn))
+
+
+def _fault(verdict: Figure | None) -> str:
+    return "" if verdict is None or verdict.value in FINE else f" ({verdict.value})"
 
 
 def lines(plot: Lines, result: Result) -> str:

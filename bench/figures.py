@@ -19,6 +19,9 @@ EXACT: tuple[Kind, ...] = ("count", "verdict")
 """Kinds that must repeat: bytes, FLOPs and virtual time are counted, and a verdict is "right" or says what is not.
 Ratios, and bytes that the operating system measured, are noisy; seconds are of one machine, and never compared."""
 
+FINE = ("equal", "right")
+"""Verdicts that find no fault."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:

@@ -25,7 +25,8 @@ class Bars:
     name: str
     title: str
     figure: str
-    shorter_is: str = "shorter is better"
+    verdict: str = ""
+    """A figure that stands beside the bar of a row that it finds fault with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,18 @@ COLUMNS = {
     )
 }
 PLOTS = (
-    Bars(name="freed", title="Held on the device after forward, a Llama's layers", figure="held, Llama"),
-    Bars(name="freed-keywords", title="The same where hidden states are keywords", figure="held, vision tower"),
+    Bars(
+        name="freed",
+        title="Held on the device after forward, a Llama",
+        figure="held, Llama",
+        verdict="gradients, Llama",
+    ),
+    Bars(
+        name="freed-keywords",
+        title="Held where hidden states are keywords, a vision tower",
+        figure="held, vision tower",
+        verdict="gradients, vision tower",
+    ),
 )
 _OFFLOADING = (
     "transformers' flag, offload=True",

@@ -43,7 +43,7 @@ COLUMNS = {
     "scaled": "scaled loss",
     "ignored": "uneven ignored labels",
 }
-PLOTS = (Bars(name="loss", title="Peak bytes of the loss, over inputs and gradients", figure="peak"),)
+PLOTS = (Bars(name="loss", title="Peak bytes of the loss, over inputs and gradients", figure="peak", verdict="scaled"),)
 TOKENS, WIDTH, CLASSES, ROUNDS = 512, 256, 8192, 7
 CHUNK = TOKENS // (CLASSES // WIDTH)
 ACCURACY = 1e-4
