@@ -60,7 +60,7 @@ def _fault(verdict: Figure | None) -> str:
 
 
 def lines(plot: Lines, result: Result) -> str:
-    """Ratios to the plain row, one line for each row. Ours is drawn last: what lies under it is as good."""
+    """Ratios to the plain row. The first line is drawn last and thinnest: those that coincide are all seen."""
     plain = result.rows["plain"]
     series = {
         name: [result.rows[name][figure].value / plain[figure].value for figure in plot.figures]
@@ -72,7 +72,7 @@ def lines(plot: Lines, result: Result) -> str:
         {
             "name": name,
             "colour": LINE_COLOURS[place],
-            "width": 2 if is_ours(name) else 4,
+            "width": 2 + place,
             "points": [_point(step, value, most, len(plot.figures)) for step, value in enumerate(values)],
             "legend": 60 + 22 * place,
         }
