@@ -3,7 +3,7 @@
 #   make test    the tests
 #   make test-all   the slow ones, too
 #   make lint    ruff, mypy --strict, import-linter
-#   make bench   side by side with peers, which go into .venv-peers (about half an hour; ARGS="loss --store")
+#   make bench   side by side with peers, which go into .venv-peers (half an hour, mostly the disk; ARGS="loss --store")
 #   make test-peers   the tests that need a peer's package
 #   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.comparing import is_noise
-from bench.figures import FINE
+from bench.figures import EXACT, FINE
 from bench.tables import brief
 
 if TYPE_CHECKING:
     from bench.figures import Figure, Result
     from bench.section import Rivalry, Section
+
+MARGIN = 0.05
+"""A noisy figure must be less by more than this."""
 
 
 def ahead(section: Section, result: Result) -> list[str]:
@@ -34,6 +36,6 @@ def _better(section: Section, result: Result, rivalry: Rivalry, name: str) -> li
 
 
 def _is_less(theirs: Figure, ours: Figure) -> bool:
-    if ours.kind == "seconds":
-        return False
-    return theirs.value < ours.value and not is_noise(ours, theirs)
+    if ours.kind in EXACT:
+        return theirs.value < ours.value
+    return ours.kind != "seconds" and theirs.value < ours.value * (1 - MARGIN)

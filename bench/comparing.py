@@ -49,10 +49,10 @@ def _difference(place: str, before: Figure | None, now: Figure | None) -> list[D
 def _is_same(before: Figure, now: Figure) -> bool:
     if before.kind != now.kind:
         return False
-    return before.kind == "seconds" or before.value == now.value or is_noise(before, now)
+    return before.kind == "seconds" or before.value == now.value or _is_noise(before, now)
 
 
-def is_noise(before: Figure, now: Figure) -> bool:
+def _is_noise(before: Figure, now: Figure) -> bool:
     """Whether two values that differ may be the same thing, measured twice."""
     if before.kind in EXACT:
         return False

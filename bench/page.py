@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import charts, tiled_cases
-from bench.ahead import ahead
+from bench.ahead import MARGIN, ahead
 from bench.comparing import BAND
 from bench.section import NAMES, Bars, section, stored
 from bench.tables import markdown, shown, table, transposed
@@ -42,6 +42,7 @@ def benchmark(results: dict[str, Result]) -> str:
     return charts.render(
         "benchmark.md",
         band=f"{BAND:.0%}",
+        margin=f"{MARGIN:.0%}",
         ahead={
             section(name).TITLE: ahead(section(name), result)
             for name, result in results.items()

@@ -32,7 +32,7 @@ from bench.tables import table
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-CONSOLE = Console()
+CONSOLE = Console(width=None if sys.stdout.isatty() else 200)
 
 
 def measure(name: str, progress: Progress) -> Result | None:

@@ -41,7 +41,7 @@ THEIRS = "torch checkpoint"
 RIVALRIES = tuple(
     Rivalry(ours=ours, theirs=(THEIRS,), figures=tuple(COLUMNS)) for ours in ("lowtide.checkpoint", "lowtide.apply")
 )
-TINY_LAYERS, TINY_ROUNDS, LLAMA_ROUNDS = 50, 60, 15
+TINY_LAYERS, TINY_ROUNDS, LLAMA_ROUNDS = 50, 100, 20
 LLAMA = {"layers": 4, "width": 128, "tokens": 256}
 
 

@@ -37,7 +37,11 @@ PLOTS = (
     Bars(name="tiling", title="Matrix products of a tiled MLP inside a checkpoint", figure="products in a checkpoint"),
 )
 RIVALRIES = (
-    Rivalry(ours="Lowtide", theirs=tuple(name for name in ENGINES if name != "Lowtide"), figures=tuple(COLUMNS)),
+    Rivalry(
+        ours="Lowtide",
+        theirs=tuple(name for name in ENGINES if name not in ("untiled", "Lowtide")),
+        figures=tuple(COLUMNS),
+    ),
 )
 HIDDEN, INNER, TOKENS, SHARDS, TIMED_SHARDS, ROUNDS = 256, 896, 4096, 32, 8, 10
 
