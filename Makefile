@@ -3,7 +3,7 @@
 #   make test    the tests
 #   make test-all   the slow ones, too
 #   make lint    ruff, mypy --strict, import-linter
-#   make bench   side by side with peers, which go into .venv-peers
+#   make bench   side by side with peers, which go into .venv-peers (half an hour, mostly the disk; ARGS="loss --store")
 #   make test-peers   the tests that need a peer's package
 #   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
@@ -40,9 +40,7 @@ lint: .venv/.dev
 	$(BIN)/lint-imports
 
 bench: .venv/.dev .venv-peers/.ready
-	$(BIN)/python bench/run.py
-	$(BIN)/python -W ignore bench/disk.py
-	$(PEERS)/python bench/tiling.py
+	$(PEERS)/python -W ignore -m bench.run $(ARGS)
 
 test-peers: .venv-peers/.ready
 	LOWTIDE_PEERS=1 TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/peers tests/losses/test_fused.py $(ARGS)

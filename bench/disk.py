@@ -5,7 +5,8 @@
 
 Peak memory is the process's own (VmHWM, reset before the step), each set-up in a fresh process, with
 `MALLOC_MMAP_THRESHOLD_` set before it starts: else glibc keeps freed blocks, and the peak says nothing. Times are
-ratios within one run: the machine's own speed is in both. Results go to `bench/results/disk.json`.
+ratios within one run: the machine's own speed is in both. Results go to
+`bench/results/disk.json`, or where `--output` says.
 """
 
 from __future__ import annotations
@@ -249,6 +250,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path.cwd())
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5, help="of the step-time ratio")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--only", choices=list(POLICIES), help="measure one set-up in this process")
     arguments = parser.parse_args()
     if arguments.only:
@@ -263,7 +265,7 @@ def main() -> None:
     results["boundary_gone"] = (tiled - on_disk) / results["boundary_bytes"]
     results["step_ratio"] = step_ratio(arguments.directory, arguments.tokens // 4, arguments.rounds)
     show(results)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

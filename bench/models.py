@@ -1,0 +1,51 @@
+"""Models of the sections, small and with random weights; nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    Specimen = tuple[PreTrainedModel, dict[str, torch.Tensor]]
+
+
+def llama(*, layers: int, width: int, tokens: int) -> Specimen:
+    """A few classes only: the head's logits shall not hide what the layers hold."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=width,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    ids = torch.randint(0, width, (1, tokens))
+    return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def llama4_vision(*, layers: int, width: int, tokens: int) -> Specimen:
+    """Its layers are given their hidden state as a keyword. Patches stand for tokens; a class token joins them."""
+    from transformers import Llama4VisionConfig, Llama4VisionModel
+
+    torch.manual_seed(0)
+    side = round(tokens**0.5)
+    config = Llama4VisionConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        image_size=4 * side,
+        patch_size=4,
+        projector_input_dim=width,
+        projector_output_dim=width,
+        vision_output_dim=width,
+        pixel_shuffle_ratio=0.5,
+    )
+    return Llama4VisionModel(config).train(), {"pixel_values": torch.randn(1, 3, 4 * side, 4 * side)}
