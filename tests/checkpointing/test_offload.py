@@ -77,6 +77,28 @@ def test_views_of_one_tensor_are_moved_once(sim):
     assert x.grad.isfinite().all().item()
 
 
+class Projections(nn.Module):
+    """Three products of one input: autograd saves it three times, and its gradient is summed before the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        first, second, third = (part(x).tanh() for part in self.parts)
+        return x + first * second + third
+
+
+def test_bytes_that_several_saved_come_back_once(sim):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Projections() for _ in range(4))).to(sim)
+    expected = train(net)
+    simdevice.reset()
+    context = lowtide.offload("host")
+    assert all(torch.equal(a, b) for a, b in zip(train(net, context), expected, strict=True))
+    assert context.ledger.restored_bytes == context.ledger.packed_bytes > 0
+
+
 def test_inside_a_checkpoint_it_does_nothing(sim):
     net, x = model(), batch()
     simdevice.reset()

@@ -79,6 +79,18 @@ class _Entry:
     stored: Stored
     source: StorageWeakRef
     stays: bool = False
+    awaited: int = 0
+    """Packed tensors of these bytes that backward has not asked for yet."""
+    _held: torch.Tensor | None = None
+
+    def ask(self, packed: Packed) -> torch.Tensor:
+        """The bytes, on the device. As in plain autograd they stay there until all who saved them have had them."""
+        raw = self.stored.get()
+        if not packed.was_asked_for:
+            packed.was_asked_for = True
+            self.awaited -= 1
+        self._held = raw if self.awaited else None
+        return raw
 
     @property
     def is_orphan(self) -> bool:
@@ -103,6 +115,7 @@ class Packed:
     kept: torch.Tensor | None
     probe: torch.Tensor
     version: int
+    was_asked_for: bool = False
 
 
 class Call:
@@ -136,6 +149,7 @@ class Call:
             return Packed(self, None, kept, kept, version)
         self._moves_something = True
         entry, is_new = self._schedule.entry(tensor, span)
+        entry.awaited += 1
         self.ledger.movable_bytes += entry.stored.nbytes
         if is_new:
             self.ledger.saved_bytes += entry.stored.nbytes
@@ -154,7 +168,7 @@ class Call:
         if packed.kept is not None:
             return packed.kept
         entry, span = packed.stored  # type: ignore[misc]  # kept or stored, by construction
-        tensor = span.view(entry.stored.get())
+        tensor = span.view(entry.ask(packed))
         earlier = self.previous()
         for _ in range(self._ahead):
             if earlier is None:
