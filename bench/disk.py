@@ -2,6 +2,7 @@
 
     python bench/disk.py            # everything, in a directory on a disk (default: the current one)
     python bench/disk.py --directory /scratch --tokens 8192
+    python bench/disk.py --part throughput    # that alone: times want a machine with nothing else to do, bytes do not
 
 Peak memory is the process's own (VmHWM, reset before the step), each set-up in a fresh process, with
 `MALLOC_MMAP_THRESHOLD_` set before it starts: else glibc keeps freed blocks, and the peak says nothing. Times are
@@ -46,6 +47,8 @@ BLOCK, BLOCKS, ROUNDS = 16 * MIB, 24, 5
 LAYERS, HEADS, HIDDEN, INTERMEDIATE, VOCABULARY = 32, 7, 448, 1216, 32000
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
+PARTS = ("throughput", "steps", "step ratio")
+ON_DISK, TILED = "lowtide recompute+offload(disk)", "lowtide recompute+tile"
 POLICIES = {
     "plain": None,
     "torch checkpoint": "checkpoint",
@@ -152,8 +155,8 @@ def in_fresh_process(name: str, directory: Path, tokens: int) -> dict[str, float
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def steps(directory: Path, tokens: int) -> dict[str, dict[str, float]]:
-    return {name: in_fresh_process(name, directory, tokens) for name in POLICIES}
+def steps(directory: Path, tokens: int, names: list[str]) -> dict[str, dict[str, float]]:
+    return {name: in_fresh_process(name, directory, tokens) for name in names}
 
 
 def step_ratio(directory: Path, tokens: int, rounds: int) -> float:
@@ -251,21 +254,40 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5, help="of the step-time ratio")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; the others stay as stored")
+    parser.add_argument("--setup", choices=list(POLICIES), action="append", help="of the steps, only this one")
     parser.add_argument("--only", choices=list(POLICIES), help="measure one set-up in this process")
     arguments = parser.parse_args()
     if arguments.only:
         print(json.dumps(measure_step(POLICIES[arguments.only], str(arguments.directory), arguments.tokens)))
         return
-    results = {"tokens": arguments.tokens, "throughput": throughput(arguments.directory)}
-    results["steps"] = steps(arguments.directory, arguments.tokens)
-    results["boundary_bytes"] = LAYERS * arguments.tokens * HIDDEN * 4
-    tiled, on_disk = (
-        results["steps"][f"lowtide recompute{more}+tile"]["held_bytes"] for more in ("", "+offload(disk)")
-    )
-    results["boundary_gone"] = (tiled - on_disk) / results["boundary_bytes"]
-    results["step_ratio"] = step_ratio(arguments.directory, arguments.tokens // 4, arguments.rounds)
+    results = again(arguments.output, arguments.tokens)
+    for part in arguments.part or PARTS:
+        load = os.getloadavg()[0]
+        if part == "steps":
+            results["steps"] |= steps(arguments.directory, arguments.tokens, arguments.setup or list(POLICIES))
+        elif part == "throughput":
+            results["throughput"] = throughput(arguments.directory)
+        else:
+            results["step_ratio"] = step_ratio(arguments.directory, arguments.tokens // 4, arguments.rounds)
+        results["load"][part] = round(load, 1)
+        arguments.output.write_text(json.dumps(with_summary(results), indent=2) + "\n")
     show(results)
-    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def again(output: Path, tokens: int) -> dict:
+    """The stored result, parts of which are measured again; an empty one if there is none for so many tokens."""
+    stored = json.loads(output.read_text()) if output.exists() else {}
+    return stored if stored.get("tokens") == tokens else {"tokens": tokens, "steps": {}, "load": {}}
+
+
+def with_summary(results: dict) -> dict:
+    """How much of the blocks' inputs is gone: of the two set-ups in which nothing else hides it."""
+    results["boundary_bytes"] = LAYERS * results["tokens"] * HIDDEN * 4
+    held = {name: row["held_bytes"] for name, row in results["steps"].items()}
+    if {TILED, f"{ON_DISK}+tile"} <= held.keys():
+        results["boundary_gone"] = (held[TILED] - held[f"{ON_DISK}+tile"]) / results["boundary_bytes"]
+    return results
 
 
 if __name__ == "__main__":

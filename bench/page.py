@@ -77,7 +77,8 @@ def _in_words(setting: dict[str, Any]) -> dict[str, Any]:
 def in_one_line(environment: dict[str, Any]) -> str:
     """Where the figures come from."""
     if "versions" not in environment:
-        return environment.get("note", "")
+        loads = [f"{load} ({part})" for part, load in environment.get("load", {}).items()]
+        return f"Load at the start: {', '.join(loads)}." if loads else ""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     machine = f"{environment['cpus']} x {environment['cpu']}, load {environment['load']} at the start"
     return f"Measured with {versions}; Python {environment['python']}; {machine}."

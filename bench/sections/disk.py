@@ -38,7 +38,7 @@ RIVALRIES = (
     Rivalry(
         ours=ON_DISK,
         theirs=("torch checkpoint", "torch checkpoint + torch.save hooks"),
-        figures=("peak", "held", "step"),
+        figures=("peak", "held"),
     ),
 )
 SCRIPT = Path(__file__).parent.parent / "disk.py"
@@ -80,4 +80,4 @@ def _ratio(value: float) -> Figure:
 
 
 def _environment(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: data[name] for name in ("environment", "note") if name in data}
+    return {name: data[name] for name in ("environment", "load") if name in data}

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from lowtide.stores.transfers import Transfer
 
-BLOCK_BYTES = 4 * 1024**2
+BLOCK_BYTES = 2 * 1024**2
 THREADS = 4
-"""16 MiB of host memory in all; while some threads copy, others are in a system call."""
+"""8 MiB of host memory in all; while some threads copy, others are in a system call."""
 
 
 class _Home(NamedTuple):
