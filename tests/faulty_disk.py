@@ -30,28 +30,31 @@ class FaultyDisk:
         patch.setattr(os, "preadv", lambda handle, buffers, offset: self._do("read", handle, buffers, offset))
 
     def _do(self, verb, handle, buffers, offset):
-        with self._lock:
+        with self._lock:  # what should go wrong with this call: another thread may heal the disk meanwhile
             number = next(self._count[verb])
             self.calls.append((verb, len(buffers[0])))
-        if self.delay:
-            time.sleep(self.delay)
-        error = self.write_error if verb == "write" else self.read_error
+            error = self.write_error if verb == "write" else self.read_error
+            delay, at_most = self.delay, self.at_most
+        if delay:
+            time.sleep(delay)
         if error is not None and number >= error[0]:
             raise OSError(error[1], os.strerror(error[1]))
         call = self._write if verb == "write" else self._read
-        if self.at_most is None:
+        if at_most is None:
             return call(handle, buffers, offset)
-        pages = -(-self.at_most // 4096) * 4096  # a real disk moves whole pages, and may tell of fewer bytes
-        return min(call(handle, [buffers[0][:pages]], offset), self.at_most)
+        pages = -(-at_most // 4096) * 4096  # a real disk moves whole pages, and may tell of fewer bytes
+        return min(call(handle, [buffers[0][:pages]], offset), at_most)
 
     def heal(self) -> None:
         self.write_error = self.read_error = self.at_most = None
         self.delay = 0.0
 
     def fail_writes(self, number: int, error: int) -> None:
-        self._count["write"] = itertools.count()
-        self.write_error = (number, error)
+        with self._lock:
+            self._count["write"] = itertools.count()
+            self.write_error = (number, error)
 
     def fail_reads(self, number: int, error: int) -> None:
-        self._count["read"] = itertools.count()
-        self.read_error = (number, error)
+        with self._lock:
+            self._count["read"] = itertools.count()
+            self.read_error = (number, error)
