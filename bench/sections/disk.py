@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.figures import Figure, Result, measured, path_of, seconds
+from bench.figures import Figure, Result, measured, path_of
 from bench.section import Bars, Rivalry
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ COLUMNS = {
     "peak": "peak",
     "held": "held after forward",
     "gone": "block inputs gone",
-    "step": "step",
     "time over recompute": "time over recompute alone",
     "write_over_raw_1": "write, over 1 raw thread",
     "read_over_raw_1": "read, over 1 raw thread",
@@ -71,7 +70,6 @@ def _step(figures: dict[str, float]) -> dict[str, Figure]:
     return {
         "peak": measured(figures["peak_bytes"], "bytes"),
         "held": measured(figures["held_bytes"], "bytes"),
-        "step": seconds(figures["seconds"]),
     }
 
 
