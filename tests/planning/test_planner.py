@@ -68,6 +68,7 @@ def test_a_plan_finds_the_fastest_policy_that_fits_and_it_can_be_applied(cache: 
     assert plan.fits
     assert plan.best.estimate.exact, "the winner was simulated whole"
     assert plan.best.device_bytes <= plan.budget
+    assert plan.host_budget == 2 * find_accelerator("L40S").memory
     assert len(plan.candidates) >= UNIFORM
     for candidate in plan.candidates:
         assert not candidate.fits or candidate.estimate.seconds >= plan.step_seconds
@@ -264,3 +265,10 @@ def test_an_interrupt_leaves_no_process_and_no_half_of_a_result(cache: Path):
         time.sleep(0.2)
     assert not workers()
     assert not cache.exists() or not [path for path in cache.iterdir() if path.suffix == ".part"]
+
+
+def test_what_the_host_has_is_a_limit_that_is_told(cache: Path):
+    plan = lowtide.plan(CONFIG, tokens="4k", device="L40S", policy="recompute+offload", host_budget="1MiB")
+    assert not plan.fits
+    assert "of host memory, and there are 1 MiB" in plan.candidates[0].limit
+    assert any("offload may take 1 MiB of host memory per rank" in note for note in plan.notes)

@@ -47,7 +47,9 @@ def plan(
         str | None, typer.Option(help="H100, L40S, RTX 4090, ... Default: the GPU of this machine.")
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Device memory to use, like 44GiB. Default: all of it.")] = None,
-    host_budget: Annotated[str | None, typer.Option(help="Host memory that offload may pin, per rank.")] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Host memory that offload may pin, per rank. Default: twice the device's.")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one per device.")] = 1,
     engine: Annotated[
         EngineName | None, typer.Option(help="How ranks share the work. Default with ranks: ddp.")

@@ -66,6 +66,11 @@ class Accelerator:
         )
 
     @property
+    def host_memory(self) -> int:
+        """Of the host, for each rank: what a plan counts on unless it is told. Most machines have more."""
+        return 2 * self.memory
+
+    @property
     def link_rate(self) -> float:
         return self.link * self.efficiencies.link
 

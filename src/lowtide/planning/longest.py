@@ -67,6 +67,7 @@ def find_longest(
 ) -> list[Longest]:
     """The most `tokens` (to 1024) or the largest `batch_size` that fits, for each policy."""
     limit = accelerator.memory if budget is None else parse_bytes(budget)
+    host_limit = accelerator.host_memory if host_budget is None else host_budget
     found = []
     with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
 
@@ -74,7 +75,7 @@ def find_longest(
             asked = dataclasses.replace(job, **{figure: value})  # type: ignore[arg-type]
             studio.change_job(asked)
             estimate = studio.estimate(policy, exact=exact)
-            candidate = judged(estimate, limit, host_budget, margins_for(asked, accelerator))
+            candidate = judged(estimate, limit, host_limit, margins_for(asked, accelerator))
             too_much_on_the_host = not candidate.fits and candidate.device_bytes <= limit
             return 2.0 if too_much_on_the_host else candidate.device_bytes / limit, estimate
 

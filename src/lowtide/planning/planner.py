@@ -19,7 +19,7 @@ from lowtide.planning.result import Candidate, Plan, judged
 from lowtide.planning.rules import as_policy, joined
 from lowtide.planning.solver import solve
 from lowtide.policy import Policy
-from lowtide.units import parse_bytes, parse_tokens
+from lowtide.units import format_bytes, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -66,8 +66,9 @@ def plan(
 
     `model` is a module, a transformers configuration, the path of a `config.json` or its folder, a model type, one of
     the known names (`"Qwen3-8B"`), or `"MODULE:FACTORY"`. `tokens` is the length of each of `batch_size` sequences.
-    `device` is an accelerator's name (without it, the one that is here), `budget` the memory to use of it. With
-    `policy` only that one is simulated. `exact` simulates every layer instead of carrying on from a few.
+    `device` is an accelerator's name (without it, the one that is here), `budget` the memory to use of it, and
+    `host_budget` the host's for each rank (if it is not given, twice the device's). With `policy` only that one is
+    simulated. `exact` simulates every layer instead of carrying on from a few.
 
     One real training step runs through the real engine in a process of its own, on tensors that have shapes and no
     memory; every allocation is counted.
@@ -89,7 +90,7 @@ def plan(
     )
     accelerator = wanted_accelerator(device, calibration)
     limit = accelerator.memory if budget is None else parse_bytes(budget)
-    host_limit = None if host_budget is None else parse_bytes(host_budget)
+    host_limit = accelerator.host_memory if host_budget is None else parse_bytes(host_budget)
     wanted = None if policy is None else _planned_policy(policy)
     with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
         planner = _Planner(studio, job, accelerator, limit, host_limit, exact=exact, progress=progress)
@@ -105,7 +106,7 @@ class _Planner:
         job: Job,
         accelerator: Accelerator,
         budget: int,
-        host_budget: int | None,
+        host_budget: int,
         *,
         exact: bool,
         progress: Progress | None,
@@ -216,11 +217,16 @@ class _Planner:
             host_budget=self._host_budget,
             candidates=sorted(candidates, key=lambda candidate: candidate.estimate.seconds),
             best=best,
-            notes=self._notes(),
+            notes=self._notes(candidates),
         )
 
-    def _notes(self) -> list[str]:
+    def _notes(self, candidates: list[Candidate]) -> list[str]:
         notes = []
+        if any(candidate.estimate.host_bytes > self._host_budget for candidate in candidates):
+            notes.append(
+                f"offload may take {format_bytes(self._host_budget)} of host memory per rank: say with host_budget "
+                "(--host-budget) what there is"
+            )
         longest = self._studio.facts.longest
         if longest is not None and self._job.tokens > longest:
             notes.append(
