@@ -38,14 +38,38 @@ def profiled_peak(step: Callable[[], None]) -> int:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
-    changes = [
-        (event["ts"], event["args"]["Bytes"]) for event in trace["traceEvents"] if event.get("name") == "[memory]"
-    ]
+    events = sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0))
+    promotions = _promotions(events)
+    set_aside: set[int] = set()
     now = peak = 0
-    for _, change in sorted(changes, key=lambda pair: pair[0]):
-        now += change
-        peak = max(peak, now)
+    for event in events:
+        if event.get("name") != "[memory]":
+            continue
+        address, change = event["args"]["Addr"], event["args"]["Bytes"]
+        if change > 0 and any(start <= event["ts"] <= end for start, end in promotions):
+            set_aside.add(address)
+        elif change < 0 and address in set_aside:
+            set_aside.remove(address)
+        else:
+            now += change
+            peak = max(peak, now)
     return peak
+
+
+def _promotions(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """When an operand was copied to the wider type of the other: the CPU's kernels do, an accelerator's convert it as
+    they read."""
+    spans = {name: _spans(events, name) for name in ("aten::mul", "aten::to")}
+    return [
+        (start, end)
+        for start, end in spans["aten::to"]
+        if any(first <= start and end <= last for first, last in spans["aten::mul"])
+    ]
+
+
+def _spans(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    found = [event for event in events if event.get("name") == name and event.get("ph") == "X"]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in found]
 
 
 def real_peak(model: nn.Module, batch: dict[str, Any], policy: str) -> int:
