@@ -92,3 +92,10 @@ def test_calibrating_needs_an_accelerator(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.exit_code == 2
     assert "run this on the machine that will train" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_are_of_the_type_that_is_asked_for(config: str):
+    settings = ("--tokens", "1k", "--device", "L40S", "--lora", "8", "--policy", "none", "--format", "json")
+    single, half = (json.loads(run(config, *settings, *more).stdout) for more in ((), ("--lora-dtype", "bf16")))
+    assert [plan["job"]["lora_dtype"] for plan in (single, half)] == ["fp32", "bf16"]
+    assert half["peak_bytes"] < single["peak_bytes"]

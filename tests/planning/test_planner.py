@@ -245,6 +245,14 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     assert 1 <= batch.most <= found.most // 4096 + 1
 
 
+def test_the_longest_sequence_may_be_the_hosts_limit():
+    card = dataclasses.replace(find_accelerator("L40S"), memory=3 * 2**30)
+    (found,) = find_longest(CONFIG, Job(tokens=1024, engine="single"), card, policies=["offload+tile(loss)"])
+    assert 0.8 * card.host_memory < found.estimate.host_bytes <= card.host_memory
+    longer = lowtide.plan(CONFIG, tokens=int(found.most * 1.3), device=card, policy="offload+tile(loss)")
+    assert "of host memory" in longer.candidates[0].limit
+
+
 def test_an_interrupt_leaves_no_process_and_no_half_of_a_result(cache: Path):
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it

@@ -109,6 +109,14 @@ def test_host_memory_is_bounded_however_much_is_queued(sim, tmp_path, device, fa
     assert simdevice.stats().peak_pinned_bytes == (disk.usage().peak_host_bytes if device == "sim" else 0)
 
 
+def test_its_buffers_are_small_beside_what_passes_through_them(tmp_path):
+    disk = DiskStore(tmp_path, tmpfs=True)
+    stored = disk.put(torch.ones(16 * 2**20))
+    stored.start()
+    stored.settle()
+    assert disk.usage().peak_host_bytes <= stored.nbytes // 8
+
+
 def test_files_threads_and_pinned_memory_go_with_the_store(sim, tmp_path):
     files = open_files()
     disk = store(tmp_path)

@@ -76,8 +76,7 @@ def find_longest(
             studio.change_job(asked)
             estimate = studio.estimate(policy, exact=exact)
             candidate = judged(estimate, limit, host_limit, margins_for(asked, accelerator))
-            too_much_on_the_host = not candidate.fits and candidate.device_bytes <= limit
-            return 2.0 if too_much_on_the_host else candidate.device_bytes / limit, estimate
+            return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), estimate
 
         for place, policy in enumerate(policies):
             if progress is not None:
