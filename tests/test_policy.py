@@ -80,6 +80,8 @@ def test_sizes_are_described_for_people():
         ),
         ({"gradient_checkpointing": True}, "recompute"),
         ({"gradient_checkpointing": False}, "none"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": None}, "recompute"),
+        ({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "none"),
         (
             {"gradient_checkpointing_kwargs": {"use_reentrant": True, "every_n_layers": 2, "offload": True}},
             "recompute(every=2)+offload",
@@ -138,6 +140,13 @@ def test_dicts(mapping, expected):
         ({"host_limit": 5}, "needs offload"),
         ({"every": 2}, "needs recompute"),
         ({"recompute": True, "offload": "host", "host_limit": -1}, "negative"),
+        ({"recompute": "false"}, "recompute must be true or false, got 'false'"),
+        ({"recompute": True, "every": "2"}, "every must be a whole number, got '2'"),
+        ({"tiled_mlp": True, "tiled_mlp_num_shards": "8"}, "tile_shards must be a whole number"),
+        ({"use_gradient_checkpointing": ["unsloth"]}, "is no value of use_gradient_checkpointing"),
+        ("offload(disk=/scratch, limit)", "'' is not a memory size"),
+        ({"recompute": True, "overrides": "visual.*: none"}, "pairs of a glob and a policy"),
+        ({"recompute": True, "overrides": {"visual.*": "none; *.0: recompute"}}, "rules of its own"),
         (7, "not int"),
     ],
 )

@@ -38,7 +38,7 @@ def apply(
     they are found. With `strict=False` a region that turns out to do nothing is a warning, not a `SilentNoOpError`.
 
     Without a policy it is `"recompute+offload"`. With `budget="24GiB"` and `tokens=131072` it is the fastest policy
-    that a plan finds for that memory and length; further keywords (`batch_size`, `device`, `ranks`, `engine`,
+    that a plan finds for that memory and length; further keywords (`batch`, `batch_size`, `device`, `ranks`, `engine`,
     `optimizer`, ...) are those of `lowtide.plan`. If nothing fits, `DoesNotFitError` says what the least is.
     """
     if budget is None:
@@ -49,12 +49,12 @@ def apply(
         return applying.apply(model, chosen, regions=regions, strict=strict)
     if policy is not None:
         raise InvalidValueError("give a policy or a budget: with budget= the plan chooses the policy")
-    if tokens is None:
-        raise InvalidValueError("budget= needs tokens=, the length of the sequences that should fit")
+    if tokens is None and job.get("batch") is None:
+        raise InvalidValueError("budget= needs tokens=, the length of the sequences that should fit, or batch=")
     found = plan(model, tokens=tokens, budget=budget, **job)
     if found.policy is None:
         raise DoesNotFitError(
-            f"no policy fits {format_bytes(parse_bytes(budget))} at {tokens} tokens. The least is "
+            f"no policy fits {format_bytes(parse_bytes(budget))} with {found.job.size}. The least is "
             f"{found.least.policy}, which {found.least.limit}"
         )
     return applying.apply(model, found.policy, regions=regions, strict=strict)

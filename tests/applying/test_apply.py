@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide import simdevice
-from lowtide.errors import InvalidValueError, NoRegionError, OffloadError, SilentNoOpError
+from lowtide.errors import InvalidValueError, LowtideError, NoRegionError, OffloadError, SilentNoOpError
 
 TOKENS, WIDTH, LAYERS = 64, 32, 6
 BOUNDARY = TOKENS * WIDTH * 4
@@ -173,6 +173,20 @@ def test_twice_is_once_and_another_policy_takes_the_place(sim):
     assert [r.recomputes for r in first.report().regions] == [0] * LAYERS
     second.remove()
     assert "forward" not in model.layers[0].__dict__
+
+
+def test_a_policy_that_is_refused_leaves_the_one_in_force(sim, tmp_path):
+    model = build()
+    first = lowtide.apply(model, "recompute")
+    for refused, why in {
+        f"recompute+offload(disk={tmp_path}/missing)": "cannot be used",
+        "recompute+offload(disk)": "does not say where",
+        "recompute; *.tower: none": "fits no block",
+    }.items():
+        with pytest.raises(LowtideError, match=why):
+            lowtide.apply(model, refused)
+    train_step(model)
+    assert [r.recomputes for r in first.report().regions] == [1] * LAYERS
 
 
 def test_state_dict_deepcopy_and_pickle_work(sim):

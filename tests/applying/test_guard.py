@@ -120,6 +120,36 @@ class ByHand(torch.autograd.Function):
         return x.grad, None
 
 
+def test_training_in_evaluation_mode_is_refused(x):
+    model = Stack().eval()
+    applied = lowtide.apply(model, "recompute")
+    with pytest.raises(SilentNoOpError, match=r"evaluation mode.*Call model.train\(\)"):
+        model(x)[-1].sum().backward()
+    applied.remove()
+    applied = lowtide.apply(model, "recompute")
+    model.train()(x)[-1].sum().backward()
+    model.eval()(x)[-1].sum().backward()  # the first backward was looked at, and was right
+    assert {region.recomputes for region in applied.report().regions} == {1}
+
+
+def test_evaluation_without_a_backward_is_fine(x):
+    model = Stack()
+    applied = lowtide.apply(model, "recompute; *.1: none")
+    model.eval()(x)
+    with torch.no_grad():
+        model(x)
+    model.train()(x)[-1].sum().backward()
+    assert [region.recomputes for region in applied.report().regions] == [1, 0, 1]
+
+
+def test_a_block_that_is_left_out_may_stay_in_evaluation_mode(x):
+    model = Stack()
+    model.layers[1].eval()
+    applied = lowtide.apply(model, "recompute; *.1: none")
+    model(x)[-1].sum().backward()
+    assert [region.recomputes for region in applied.report().regions] == [1, 0, 1]
+
+
 def test_a_model_that_differentiates_its_blocks_itself_is_refused(x):
     """Reformer: its layers run without gradients, and again in a backward of its own. No policy acts there."""
     applied = lowtide.apply(model := Stack(), "recompute")

@@ -305,7 +305,7 @@ def test_a_handle_and_its_store_die_with_the_model(sim):
     try:
         model = model_of(Mlp).to(sim)
         applied = lowtide.apply(model, "recompute+offload+tile(mlp, tokens=10)")
-        store = weakref.ref(applied._store)
+        store = weakref.ref(applied.store)
         value = model[1](model[0](x().to(sim)))
         value.sum().backward()
         del model, applied, value

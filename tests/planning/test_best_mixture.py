@@ -12,9 +12,9 @@ import transformers
 from lowtide.planning.accelerators import find_accelerator
 from lowtide.planning.job import Job
 from lowtide.planning.margins import margins_for
-from lowtide.planning.models import find_target
 from lowtide.planning.planner import _Planner
 from lowtide.planning.studio import Studio
+from lowtide.planning.targets import find_target
 from support import needs_transformers_5
 
 if TYPE_CHECKING:

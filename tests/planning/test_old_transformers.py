@@ -9,7 +9,8 @@ from packaging.version import Version
 from lowtide.errors import PlanError
 from lowtide.planning import models
 from lowtide.planning.job import Job
-from lowtide.planning.models import build, find_target
+from lowtide.planning.models import build
+from lowtide.planning.targets import find_target
 
 
 def test_a_model_of_transformers_4_is_refused(monkeypatch: pytest.MonkeyPatch):

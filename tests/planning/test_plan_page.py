@@ -50,7 +50,7 @@ def make_plan(budget: int) -> Plan:
     job, card = Job(tokens=4096), find_accelerator("L40S")
     margins = margins_for(job, card)
     estimates = [_estimate("none", 30 * GIB, 1.0), _estimate("recompute; *.0: none", 8 * GIB, 1.3, timeline=True)]
-    candidates = [judged(estimate, budget, None, margins) for estimate in estimates]
+    candidates = [judged(estimate, budget, 80 * GIB, margins) for estimate in estimates]
     facts = Facts(name="tiny", model_class="Tiny", parameters=10**9, trained=10**6, regions=["layers.0"], longest=2048)
     return Plan(
         facts=facts,
@@ -58,7 +58,7 @@ def make_plan(budget: int) -> Plan:
         accelerator=card,
         margins=margins,
         budget=budget,
-        host_budget=None,
+        host_budget=80 * GIB,
         candidates=candidates,
         best=next((candidate for candidate in candidates if candidate.fits), None),
         notes=["a note"],

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from lowtide.errors import DoesNotFitError, InvalidValueError, MissingDependency
 from lowtide.planning import find_accelerator, planner
 from lowtide.planning.job import Job
 from lowtide.planning.longest import find_longest
-from lowtide.planning.models import build, find_target, known_models
+from lowtide.planning.models import build
 from lowtide.planning.planner import TILINGS
 from lowtide.planning.region_costs import TREATMENTS
+from lowtide.planning.targets import find_target, known_models
 from support import needs_transformers_5
 
 pytestmark = needs_transformers_5
@@ -104,7 +106,7 @@ def test_a_budget_that_nothing_fits_says_what_the_least_is():
     assert plan.least.device_bytes == min(candidate.device_bytes for candidate in plan.candidates)
     model = transformers.LlamaForCausalLM(CONFIG)
     before = dict(model.model.layers[0].__dict__)
-    with pytest.raises(DoesNotFitError, match=r"no policy fits 1 GiB at 2048 tokens. The least is .* too much"):
+    with pytest.raises(DoesNotFitError, match=r"no policy fits 1 GiB with 1 x 2048 tokens. The least is .* too much"):
         lowtide.apply(model, budget="1GiB", tokens=2048, device="L40S")
     assert model.model.layers[0].__dict__ == before
 
@@ -125,8 +127,9 @@ def test_apply_takes_a_budget():
 @pytest.mark.parametrize(
     ("model", "settings", "error", "message"),
     [
-        ("Qwen3-9B", {}, InvalidValueError, "did you mean 'Qwen3-8B'|did you mean Qwen3-8B"),
-        ("llama", {"device": "L40"}, InvalidValueError, "did you mean L40S"),
+        ("Qwen3-9B", {}, InvalidValueError, "did you mean Qwen3-8B"),
+        ("llama", {"device": "L40"}, InvalidValueError, "did you mean 'L40S'"),
+        ("./no_such/config.json", {}, InvalidValueError, "there is no ./no_such/config.json"),
         ("no_such_module:build", {}, PlanError, "no_such_module:build cannot be imported"),
         (42, {}, InvalidValueError, "a module, a configuration or a name"),
         ("vit", {}, PlanError, "no model that computes a language-modelling loss"),
@@ -155,6 +158,39 @@ def test_a_config_file_and_its_folder_are_the_same_model(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidValueError, match="names no model_type"):
         lowtide.plan(tmp_path / "config.json", tokens=512, device="L40S")
+
+
+def test_a_name_of_the_hub_is_its_configuration(tmp_path: Path):
+    snapshot = tmp_path / "hub/models--org--tiny/snapshots/1"
+    CONFIG.save_pretrained(snapshot)
+    reference = tmp_path / "hub/models--org--tiny/refs/main"
+    reference.parent.mkdir()
+    reference.write_text("1")
+    program = """
+        from lowtide.errors import PlanError
+        from lowtide.planning.targets import find_target
+        target = find_target("org/tiny")
+        print(target.kind, target.name, b'"num_hidden_layers": 8' in target.content)
+        try:
+            find_target("org/other")
+        except PlanError as error:
+            print(error)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = found.stdout.strip().split("\n", 1)
+    assert first == "config org/tiny True"
+    assert "'org/other' is no file here, and its configuration cannot be had from the Hub" in second
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-4B-Instruct", "qwen3-vl-4b", "Qwen3-VL-4B-Thinking"])
+def test_how_weights_were_trained_does_not_matter(name: str):
+    assert find_target(name) == find_target("Qwen3-VL-4B")
 
 
 def test_a_module_is_planned_without_its_weights():
@@ -248,7 +284,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
 def test_the_longest_sequence_may_be_the_hosts_limit():
     card = dataclasses.replace(find_accelerator("L40S"), memory=3 * 2**30)
     (found,) = find_longest(CONFIG, Job(tokens=1024, engine="single"), card, policies=["offload+tile(loss)"])
-    assert 0.8 * card.host_memory < found.estimate.host_bytes <= card.host_memory
+    assert 0.8 * card.budgets(None, None)[1] < found.estimate.host_bytes <= card.host_memory
     longer = lowtide.plan(CONFIG, tokens=int(found.most * 1.3), device=card, policy="offload+tile(loss)")
     assert "of host memory" in longer.candidates[0].limit
 

@@ -10,8 +10,9 @@ import torch
 
 from lowtide.planning.accelerators import find_accelerator
 from lowtide.planning.job import Job
-from lowtide.planning.models import build, find_target
+from lowtide.planning.models import build
 from lowtide.planning.studio import Studio
+from lowtide.planning.targets import find_target
 from support import needs_transformers_5
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ A flag that silently does nothing is what this project exists to end. Each regio
 that it added to the graph and that saved something: when backward comes by one of them, the region must be recomputed.
 When the first backward is over, a region that was not, or whose inputs never reached the store, is named in an error.
 A block that added no such node (it was skipped, it handed its input on) owes nothing. Nor does one that ran without
-gradients, as frozen towers do, unless gradients arrive at its parameters all the same.
+gradients, as frozen towers do, unless gradients arrive at its parameters all the same. A block in evaluation mode runs
+plainly; if backward comes by it all the same, somebody forgot `model.train()`.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ class Guard:
         self._backward = -1
         self._without_gradients: dict[str, RemovableHandle] = {}
         self._by_itself: set[str] = set()
+        self._in_evaluation: set[str] = set()
         self._caches = DroppedCaches()
         self.done = False
         self.loss: TileLedger | None = None
         """The counts of the tiled loss, if there should be one."""
 
-    def watch(self, region: RegionRuntime, output: Any, first_node: int) -> None:
+    def watch(self, region: RegionRuntime, output: Any, first_node: int, *, in_training: bool) -> None:
         """Note it if backward comes by a node from `first_node` on; costs nothing once the check is done."""
         if self.done:
             return
+        if not in_training:
+            self._in_evaluation.add(region.ledger.name)
         for node in _nodes_behind(output, first_node):
             if _saves_something(node):
                 node.register_prehook(lambda _grads: self._reach(region))
@@ -102,14 +106,13 @@ class Guard:
     def _check(self) -> None:
         self.done = True
         self.close()
-        by_itself = self._by_itself & self._reached.keys()
-        findings = [_differentiated_by_itself(name) for name in self._reached if name in by_itself]
-        findings += [t for name, region in self._reached.items() if name not in by_itself for t in _findings(region)]
+        findings = [text for region in self._reached.values() for text in self._findings(region)]
         findings += [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
         if self.loss is not None and not self.loss.calls:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
-                "called without labels, or makes its loss of other logits: pass labels, or make your own loss with "
+                "called without labels or in evaluation mode, or makes its loss of other logits: pass labels, or make "
+                "your own loss with "
                 "lowtide.linear_cross_entropy and leave tile(loss) out"
             )
         self._reached.clear()
@@ -120,6 +123,13 @@ class Guard:
         if self._strict:
             raise SilentNoOpError(message)
         warnings.warn(f"lowtide: {message}", stacklevel=2)
+
+    def _findings(self, region: RegionRuntime) -> list[str]:
+        name = region.ledger.name
+        if name in self._by_itself:
+            return [_differentiated_by_itself(name)]
+        found = _findings(region)
+        return [_ran_in_evaluation(name)] if found and name in self._in_evaluation else found
 
 
 def _nodes_behind(output: Any, first_node: int) -> Iterator[Node]:
@@ -170,6 +180,14 @@ def _findings(region: RegionRuntime) -> list[str]:
             "apply the policy after whatever replaces it, or leave tile(mlp) out"
         )
     return found
+
+
+def _ran_in_evaluation(name: str) -> str:
+    return (
+        f"region {name!r}: it ran in evaluation mode, where a policy does nothing, and backward comes by it. Call "
+        "model.train() before training (from_pretrained returns models in evaluation mode), or leave the region out "
+        f"with a rule: '{name}: none'"
+    )
 
 
 def _differentiated_by_itself(name: str) -> str:

@@ -42,17 +42,12 @@ logger = logging.getLogger(__name__)
 
 def apply(
     model: nn.Module,
-    policy: Policy | str | Mapping[str, Any] = "recompute+offload",
+    policy: Policy | str | Mapping[str, Any],
     *,
     regions: Sequence[Selector] | None = None,
     strict: bool = True,
 ) -> Applied:
-    """Make `model` train under `policy`; the handle reports what happens and undoes it.
-
-    Only instances of `model`'s blocks change. Applying the same policy again returns the same handle; another policy
-    takes the place of the first. `regions` names the blocks (globs on module names, class names, classes); without it
-    they are found. With `strict=False` a region that turns out to do nothing is a warning, not a `SilentNoOpError`.
-    """
+    """`lowtide.apply` without a budget, where what it does is written down."""
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"apply needs a torch.nn.Module, got {type(model).__name__}")
     wanted = Policy.parse(policy)
@@ -63,9 +58,10 @@ def apply(
     previous = applied_to(model)
     if len(previous) == 1 and previous[0].is_the_same(wanted, found, strict=strict):
         return previous[0]
+    store = store_for(wanted) if _offloads(wanted, found) else None  # may be refused, so before anything is changed
     for handle in previous:
         handle.remove()
-    return Applied(model, wanted, found, strict=strict)
+    return Applied(model, wanted, found, store, strict=strict)
 
 
 class Applied:
@@ -76,13 +72,15 @@ class Applied:
         model: nn.Module,
         policy: Policy,
         regions: list[Region],
+        store: Store | None,
         *,
         strict: bool,
     ) -> None:
         self.policy = policy
         self.strict = strict
+        self.store = store
+        """Where offloaded bytes wait; None if nothing is offloaded."""
         self._regions = [(region.name, weakref.ref(region.module), region.index) for region in regions]
-        self._store = store_for(policy) if _offloads(policy, regions) else None
         self._ledgers: list[tuple[RegionLedger, Policy]] = []
         self._tiles: list[TileLedger] = []
         self._seams: list[weakref.ref[Seam]] = []  # their modules hold them, and they hold this
@@ -95,11 +93,6 @@ class Applied:
         """The blocks that the policy acts on. The handle does not keep the model alive; without it there are none."""
         alive = ((name, module(), index) for name, module, index in self._regions)
         return [Region(name, module, index) for name, module, index in alive if module is not None]
-
-    @property
-    def store(self) -> Store | None:
-        """Where offloaded bytes wait; None if nothing is offloaded."""
-        return self._store
 
     def is_the_same(self, policy: Policy, regions: list[Region], *, strict: bool) -> bool:
         """Whether applying this again would change nothing."""
@@ -125,7 +118,7 @@ class Applied:
         return writers[format]()
 
     def _read(self) -> Report:
-        usage = self._store.usage() if self._store else Usage()
+        usage = self.store.usage() if self.store else Usage()
         return Report(
             policy=self.policy.describe(),
             regions=[RegionReport.of(ledger, str(policy)) for ledger, policy in self._ledgers],
@@ -158,7 +151,7 @@ class Applied:
         guard = self._guard
         tiled = self._tile_mlps(regions)
         self._tile_loss(model, guard)
-        schedule = Schedule(self._store or HostStore())
+        schedule = Schedule(self.store or HostStore())
         owned = OwnMemory(model)
         conveyor = OneByOne(schedule, owned.holds)
         for region in regions:

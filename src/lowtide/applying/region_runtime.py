@@ -51,16 +51,16 @@ class RegionRuntime:
         """Where it writes to in a cache; known once it was given one."""
 
     def is_active(self, module: nn.Module) -> bool:
-        """Whether there is a backward to come. If there seems to be none, the guard sees to it that there is none."""
+        """Whether a backward may come. If there seems to be none, the guard sees to it that there is none."""
         if module.training and not torch.is_grad_enabled():
             self.guard.expect_no_gradient(self, module)
-        return module.training and torch.is_grad_enabled()
+        return torch.is_grad_enabled() and (module.training or not self.guard.done)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's forward under its policy."""
+        """The block's forward: under its policy in training, plainly in evaluation. The guard wants to know of both."""
         first_node = _get_sequence_nr()
-        output = self._run(module, forward, args, kwargs)
-        self.guard.watch(self, output, first_node)
+        output = self._run(module, forward, args, kwargs) if module.training else forward(*args, **kwargs)
+        self.guard.watch(self, output, first_node, in_training=module.training)
         return output
 
     def _run(

@@ -39,10 +39,14 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A known name (Qwen3-8B), a model type of transformers, a config.json, its folder, or MODULE:FACTORY."
+            help="A known name (Qwen3-8B), a name of the Hub (org/model), a config.json or its folder, a model type of "
+            "transformers, or MODULE:FACTORY."
         ),
     ],
-    tokens: Annotated[str, typer.Option(help="The length of each sequence: 131072 or 128k.")] = "8k",
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="The length of each sequence: 131072 or 128k. Default: 8k; for MODULE:FACTORY its batch's."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="H100, L40S, RTX 4090, ... Default: the GPU of this machine.")
     ] = None,
@@ -102,6 +106,7 @@ def plan(
         "host_budget": host_budget,
         "calibration": calibration,
     }
+    tokens = "8k" if tokens is None and ":" not in model else tokens
     try:
         if longest or largest_batch:
             if longest and largest_batch:
@@ -137,7 +142,7 @@ def calibrate(
 
 def _plan(
     model: str,
-    tokens: str,
+    tokens: str | None,
     settings: dict[str, Any],
     policy: str | None,
     *,
@@ -229,13 +234,13 @@ def _headline(plan: Plan) -> str:
     where = f"{job.ranks} x {plan.accelerator.name} ({job.engine})" if job.ranks > 1 else plan.accelerator.name
     return (
         f"[bold]{escape(facts.name)}[/] ({facts.parameters / 1e9:.3g} billion weights), {trained}, "
-        f"{job.batch_size} x {job.tokens} tokens, {where}, {format_bytes(plan.budget)}"
+        f"{job.size}, {where}, {format_bytes(plan.budget)}"
     )
 
 
 def _longest(
     model: str,
-    tokens: str,
+    tokens: str | None,
     settings: dict[str, Any],
     limits: dict[str, Any],
     policy: str | None,
@@ -247,9 +252,7 @@ def _longest(
 ) -> int:
     from lowtide.planning.longest import POLICIES, find_longest
     from lowtide.planning.planner import make_job, wanted_accelerator
-    from lowtide.units import parse_bytes
 
-    host = limits["host_budget"]
     found: list[Longest] = _with_progress(
         lambda show: find_longest(
             model,
@@ -257,7 +260,7 @@ def _longest(
             wanted_accelerator(limits["device"], limits["calibration"]),
             figure=figure,
             budget=limits["budget"],
-            host_budget=None if host is None else parse_bytes(host),
+            host_budget=limits["host_budget"],
             policies=POLICIES if policy is None else [policy],
             cache=cache,
             progress=show,

@@ -56,7 +56,7 @@ def linear_cross_entropy(
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
+    hidden, weight, bias = as_autocast_would(hidden, weight, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
     flat_labels = labels.reshape(-1).to(hidden.device, torch.int64)
     options = LossOptions(ignore_index, label_smoothing, logit_softcap, logit_scale)
@@ -75,6 +75,12 @@ def tile_tokens(classes: int, tokens: int | str) -> int:
     if size < 1:
         raise InvalidValueError(f"a tile needs at least one token, got tokens={tokens!r}")
     return size
+
+
+def count_tiles(hidden: torch.Tensor, size: int, tokens: int | str, options: LossOptions, reduction: str) -> int:
+    """In how many tiles a loss is made. A fused kernel cuts by itself: that counts as one."""
+    is_fused = tokens == "auto" and reduction != "none" and use_liger("auto", hidden, options)
+    return 1 if is_fused else max(1, -(-hidden.shape[:-1].numel() // size))
 
 
 def _check(
@@ -104,7 +110,7 @@ def _check(
         raise InvalidValueError(f"labels must be class numbers (int64), got {labels.dtype}")
 
 
-def _as_autocast_would(
+def as_autocast_would(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Autocast acts on operations, and the node's inside is none: its inputs are cast here, once."""

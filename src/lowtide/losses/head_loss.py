@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowtide.errors import NoRegionError
-from lowtide.losses.function import linear_cross_entropy, tile_tokens
+from lowtide.losses.function import as_autocast_would, count_tiles, linear_cross_entropy, tile_tokens
+from lowtide.losses.tile_step import LossOptions
 from lowtide.tiling.callee import Callee
 from lowtide.tiling.function import tile_call
 
@@ -28,19 +29,21 @@ def head_loss(
     size = tile_tokens(count_classes(head), wanted)
     labels = request.labels.reshape(hidden.shape[:-1]).to(hidden.device)
     if _is_plain_linear(callee):
-        ledger.calls += 1
-        ledger.tiles += max(1, -(-labels.numel() // size))
         softcap, scale = request.after, request.before * (1.0 if request.after is None else request.after)
+        options = LossOptions(logit_softcap=softcap, logit_scale=None if scale == 1 else scale)
+        hidden, weight, bias = as_autocast_would(hidden, head.weight, _sum(head.bias, request.bias, head.weight))
+        ledger.calls += 1
+        ledger.tiles += count_tiles(hidden, size, wanted, options, request.reduction)
         return linear_cross_entropy(
             hidden,
-            head.weight,
+            weight,
             labels,
-            bias=_sum(head.bias, request.bias, head.weight),
+            bias=bias,
             ignore_index=request.ignore_index,
             reduction=request.reduction,  # type: ignore[arg-type]
             label_smoothing=request.label_smoothing,
-            logit_softcap=softcap,
-            logit_scale=None if scale == 1 else scale,
+            logit_softcap=options.logit_softcap,
+            logit_scale=options.logit_scale,
             tokens=wanted,
         )
 

@@ -8,13 +8,13 @@ values until `lowtide calibrate` has measured them on your machine.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import InvalidValueError
 from lowtide.planning.blank.costs import Rates
+from lowtide.spelling import plain, unknown
 from lowtide.units import parse_bytes
 
 TERA, GIGA = 1e12, 1e9
@@ -65,10 +65,13 @@ class Accelerator:
             memory=reached.memory,
         )
 
-    @property
-    def host_memory(self) -> int:
-        """Of the host, for each rank: what a plan counts on unless it is told. Most machines have more."""
-        return 2 * self.memory
+    def budgets(self, device: int | str | None, host: int | str | None) -> tuple[int, int]:
+        """Bytes to use, of the device and of the host. Unless a plan is told: all of the one, twice as much of the
+        other for each rank, which most machines have."""
+        return (
+            self.memory if device is None else parse_bytes(device),
+            2 * self.memory if host is None else parse_bytes(host),
+        )
 
     @property
     def link_rate(self) -> float:
@@ -80,13 +83,10 @@ class Accelerator:
 
 def find_accelerator(name: str, calibration: Path | None = None) -> Accelerator:
     """An accelerator by its name, in any spelling; with a calibration file, as measured."""
-    rows = {_plain(row.name): row for row in load_table()}
-    wanted = _plain(name)
-    if wanted not in rows:
-        near = difflib.get_close_matches(wanted, rows, n=1)
-        hint = f"did you mean {rows[near[0]].name}?" if near else "known: " + ", ".join(a.name for a in rows.values())
-        raise InvalidValueError(f"{name!r} is no accelerator that Lowtide knows; {hint}")
-    found = rows[wanted]
+    rows = {plain(row.name): row for row in load_table()}
+    if plain(name) not in rows:
+        raise InvalidValueError(unknown(name, [row.name for row in rows.values()], "accelerator that Lowtide knows"))
+    found = rows[plain(name)]
     return found if calibration is None else calibrated(found, calibration)
 
 
@@ -120,7 +120,3 @@ def _from_row(row: dict[str, Any]) -> Accelerator:
         has_flash=row.get("has_flash", True),
         source=row["source"],
     )
-
-
-def _plain(name: str) -> str:
-    return "".join(filter(str.isalnum, name.lower()))

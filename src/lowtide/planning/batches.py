@@ -1,4 +1,4 @@
-"""A batch of the planned size: token numbers that are real, pictures that are blank."""
+"""A batch of the planned size: token numbers that are real, pictures that are blank. Or one that was given."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lowtide.errors import PlanError
 
@@ -25,11 +26,16 @@ def make_batch(model: nn.Module, job: Job, device: torch.device) -> dict[str, An
     if config is None:
         raise PlanError(
             f"{type(model).__name__} has no configuration (model.config, as transformers' models have) that tells what "
-            "its batches look like: only such models can be planned"
+            "its batches look like: give batch=, or a factory that returns (model, batch)"
         )
     if job.images is not None:
         return _with_pictures(model, config, job, device)
     return _texts(_token_ids(config, job, device), model)
+
+
+def put_on(device: torch.device, batch: Any) -> Any:
+    """A batch that was given, on the simulated device. What has no value there is made anew for each step."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().clone() if t.is_meta else t.detach().to(device), batch)
 
 
 def _texts(ids: torch.Tensor, model: nn.Module) -> dict[str, Any]:
@@ -40,11 +46,11 @@ def _texts(ids: torch.Tensor, model: nn.Module) -> dict[str, Any]:
 
 def _token_ids(config: Any, job: Job, device: torch.device) -> torch.Tensor:
     vocabulary = _text_config(config).vocab_size
-    shape = (job.batch_size, job.tokens)
+    shape = (job.batch_size, job.length)
     special = [getattr(config, name, None) for name in (*_IMAGE_TOKENS, "video_token_id", "audio_token_id")]
     most = min([vocabulary, *(token for token in special if isinstance(token, int) and token > _SPARE)])
     low = min(_SPARE, most - 1)
-    return torch.arange(job.batch_size * job.tokens, device=device).remainder(most - low).add(low).reshape(shape)
+    return torch.arange(job.batch_size * job.length, device=device).remainder(most - low).add(low).reshape(shape)
 
 
 def _text_config(config: Any) -> Any:
@@ -73,9 +79,9 @@ def _places(count: int, job: Job) -> list[slice]:
     """Where the pictures of a sequence are: one after the other, with a token of text before each."""
     pictures = job.images[0]  # type: ignore[index]
     each = count // pictures
-    if count + pictures >= job.tokens:
+    if count + pictures >= job.length:
         raise PlanError(
-            f"the pictures of one sequence take {count} of its {job.tokens} tokens: fewer or smaller pictures, or more "
+            f"the pictures of one sequence take {count} of its {job.length} tokens: fewer or smaller pictures, or more "
             "tokens"
         )
     return [slice(number * (each + 1) + 1, (number + 1) * (each + 1)) for number in range(pictures)]

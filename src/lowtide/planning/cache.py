@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._version import __version__
 from lowtide.planning.estimate import Estimate
-from lowtide.planning.region_costs import Cost, RegionCosts, StepCosts
+from lowtide.planning.region_costs import RegionCosts, StepCosts, TreatmentCost
 from lowtide.planning.remote import RemoteStudio
 from lowtide.planning.studio import Facts
 from lowtide.user_cache import user_cache
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lowtide.planning.accelerators import Accelerator
     from lowtide.planning.job import Job
-    from lowtide.planning.models import Target
+    from lowtide.planning.targets import Target
 
 
 LANES = 2
@@ -83,7 +83,9 @@ class CachedStudio:
             "costs", {"tile": tile}, lane_of(tile), lambda studio: dataclasses.asdict(studio.costs(tile))
         )
         regions = [
-            RegionCosts(**{**region, "treatments": {name: Cost(**cost) for name, cost in region["treatments"].items()}})
+            RegionCosts(
+                **{**region, "treatments": {name: TreatmentCost(**cost) for name, cost in region["treatments"].items()}}
+            )
             for region in data["regions"]
         ]
         return StepCosts(**{**data, "regions": regions})

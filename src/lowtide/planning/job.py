@@ -28,9 +28,9 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training step. `tokens` is the length of each sequence."""
+    """A training step. `tokens` is the length of each sequence; None where the model brings its own batch."""
 
-    tokens: int
+    tokens: int | None = None
     batch_size: int = 1
     images: tuple[int, int, int] | None = None
     """Per sequence: how many, and their height and width in pixels."""
@@ -55,7 +55,7 @@ class Job:
             if getattr(self, name) not in known:
                 raise InvalidValueError(f"{getattr(self, name)!r} is no {name}; known: {', '.join(known)}")
         for name in ("tokens", "batch_size", "ranks"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.lora is not None and self.lora < 1:
             raise InvalidValueError(f"lora is the rank of the adapters: 1 or more, got {self.lora}")
@@ -70,6 +70,18 @@ class Job:
             raise InvalidValueError("a base of 4 bits cannot be trained itself: give lora=16 (or another rank)")
         if self.base == "4bit" and self.shards_weights:
             raise InvalidValueError(f"a base of 4 bits together with {self.engine} is not modelled: use ddp")
+
+    @property
+    def length(self) -> int:
+        """The length of each sequence, where batches are made from it."""
+        if self.tokens is None:
+            raise InvalidValueError("the model comes without a batch: give tokens=, the length of each sequence")
+        return self.tokens
+
+    @property
+    def size(self) -> str:
+        """What a step is given, in words."""
+        return "its own batch" if self.tokens is None else f"{self.batch_size} x {self.tokens} tokens"
 
     @property
     def shards_weights(self) -> bool:

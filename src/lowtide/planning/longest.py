@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.planning.cache import CachedStudio
 from lowtide.planning.margins import margins_for
-from lowtide.planning.models import find_target
 from lowtide.planning.result import judged
-from lowtide.units import parse_bytes
+from lowtide.planning.targets import find_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,14 +59,13 @@ def find_longest(
     *,
     figure: str = "tokens",
     budget: int | str | None = None,
-    host_budget: int | None = None,
+    host_budget: int | str | None = None,
     policies: Sequence[str] = POLICIES,
     cache: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Longest]:
     """The most `tokens` (to 1024) or the largest `batch_size` that fits, for each policy."""
-    limit = accelerator.memory if budget is None else parse_bytes(budget)
-    host_limit = accelerator.host_memory if host_budget is None else host_budget
+    limit, host_limit = accelerator.budgets(budget, host_budget)
     found = []
     with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
 

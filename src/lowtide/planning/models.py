@@ -1,175 +1,54 @@
-"""What can be planned, and how it is built: without weights, from a configuration or a function, on the meta device.
+"""Builds what is planned: without weights, on the meta device, with adapters if the job has them.
 
-A `Target` is what the user named, in a form that goes to another process and into a cache key. `build` makes the module
-there.
+A live module and a factory may bring a batch of their own; for transformers' models it is made from the configuration.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import importlib
-import io
 import json
 import pickle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lowtide.compat import installed_version
 from lowtide.errors import InvalidValueError, MissingDependencyError, PlanError
-from lowtide.planning.blank.values import MOST_NUMBERS
 from lowtide.planning.job import DTYPES, LORA_TARGETS
+from lowtide.planning.targets import model_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lowtide.planning.job import Job
+    from lowtide.planning.targets import Target
 
 OLDEST_TRANSFORMERS = Version("5")
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A model to plan: its kind, and what is needed to build it elsewhere."""
-
-    kind: str
-    """`module`, `config` or `factory`."""
-    name: str
-    content: bytes
-    """A pickled module without weights, a configuration as JSON, or `MODULE:FACTORY`."""
-
-
-def known_models() -> dict[str, dict[str, Any]]:
-    """The built-in table: name -> `config` and `source`."""
-    table: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "models.json").read_text())
-    return table
-
-
-def find_target(model: nn.Module | str | Path | Any) -> Target:
-    """What a user means: a module, a configuration, a folder, a name, a model type, or `MODULE:FACTORY`."""
-    if isinstance(model, nn.Module):
-        return Target("module", type(model).__name__, _without_weights(model))
-    if hasattr(model, "to_dict") and hasattr(model, "model_type"):
-        return _from_config(model.to_dict(), model.model_type)
-    if not isinstance(model, str | Path):
-        raise InvalidValueError(f"a model is a module, a configuration or a name, not {type(model).__name__}")
-    path = Path(model)
-    if path.is_dir():
-        path /= "config.json"
-    if path.is_file():
-        return _from_file(path)
-    return _from_name(str(model))
-
-
-def _from_file(path: Path) -> Target:
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidValueError(f"{path} is no JSON ({error}): give a model's config.json") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise InvalidValueError(f"{path} names no model_type: give the config.json of a transformers model")
-    return _from_config(config, path.parent.name or config["model_type"])
-
-
-def _from_name(name: str) -> Target:
-    module, colon, function = name.partition(":")
-    if colon and module and function:
-        return Target("factory", name, name.encode())
-    table = {_plain(known): (known, row) for known, row in known_models().items()}
-    short = _plain(name.rpartition("/")[2])
-    if short in table:
-        known, row = table[short]
-        return _from_config(row["config"], known)
-    types = _model_types()
-    if name in types:
-        return _from_config({"model_type": name}, name)
-    if not types:
-        raise MissingDependencyError(f"planning {name!r} by name needs transformers: pip install 'lowtide[hf]'")
-    near = difflib.get_close_matches(short, [*table, *types], n=1)
-    hint = f"did you mean {table[near[0]][0] if near[0] in table else near[0]!r}? Or " if near else ""
-    raise InvalidValueError(
-        f"{name!r} is no model that Lowtide knows: {hint}give a model type of transformers, a config.json, its folder, "
-        f"MODULE:FACTORY, or one of {', '.join(known_models())}"
-    )
-
-
-def _from_config(config: dict[str, Any], name: str) -> Target:
-    return Target("config", name, json.dumps(config, sort_keys=True, default=str).encode())
-
-
-def _model_types() -> list[str]:
-    try:
-        auto = importlib.import_module("transformers.models.auto.configuration_auto")
-    except ImportError:
-        return []
-    return sorted(auto.CONFIG_MAPPING_NAMES)
-
-
-def _plain(name: str) -> str:
-    return "".join(filter(str.isalnum, name.lower()))
-
-
-class _WithoutWeights(pickle.Pickler):
-    """Tensors are sent as shapes; only small buffers keep their values."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if not isinstance(thing, torch.Tensor):
-            return NotImplemented
-        if type(thing) not in (torch.Tensor, nn.Parameter):
-            raise PlanError(
-                f"the model has a weight of kind {type(thing).__name__}, which cannot be planned from a live model: "
-                "plan it by name, with engine= for sharded and base='4bit' for quantized weights"
-            )
-        is_parameter = isinstance(thing, nn.Parameter)
-        if not is_parameter and thing.device.type == "cpu" and thing.numel() <= MOST_NUMBERS:
-            return NotImplemented
-        return _blank, (tuple(thing.shape), thing.stride(), thing.dtype, is_parameter, thing.requires_grad)
-
-
-def _blank(
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    is_parameter: bool,
-    requires_grad: bool,
-) -> torch.Tensor:
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return nn.Parameter(tensor, requires_grad=requires_grad) if is_parameter else tensor
-
-
-def _without_weights(model: nn.Module) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        _WithoutWeights(buffer).dump(model)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise PlanError(
-            f"{type(model).__name__} cannot be sent to the planning process ({error}): plan it as 'MODULE:FACTORY', a "
-            "function in an importable module that builds it"
-        ) from error
-    return buffer.getvalue()
-
-
 def build(target: Target, job: Job) -> nn.Module:
     """The module, on the meta device, with adapters if the job has them."""
+    return build_with_batch(target, job)[0]
+
+
+def build_with_batch(target: Target, job: Job) -> tuple[nn.Module, Any]:
+    """The module, and its batch if it brought one."""
+    batch = None
     if target.kind == "module":
-        if job.lora is not None:
-            raise InvalidValueError(
-                f"lora={job.lora}: {target.name} is planned as it is. Give it adapters first (peft.get_peft_model), or "
-                "plan it by name"
-            )
-        model = _unpickled(target)
+        model, batch = _unpickled(target, job)
     elif target.kind == "factory":
-        model = _made_by_factory(target, job)
+        model, batch = _made_by_factory(target, job)
     else:
         model = _from_transformers(target, job)
     _check_version(model)
+    if batch is not None and job.tokens is not None:
+        raise InvalidValueError(f"{target.name} brings its own batch, which tells its size: leave tokens out")
     model.to("meta")
-    return model if job.lora is None else _with_adapters(model, job)
+    return (model if job.lora is None else _with_adapters(model, job)), batch
 
 
 def _check_version(model: nn.Module) -> None:
@@ -183,28 +62,43 @@ def _check_version(model: nn.Module) -> None:
         )
 
 
-def _unpickled(target: Target) -> nn.Module:
+def _unpickled(target: Target, job: Job) -> tuple[nn.Module, Any]:
+    if job.lora is not None:
+        raise InvalidValueError(
+            f"lora={job.lora}: {target.name} is planned as it is. Give it adapters first (peft.get_peft_model), or "
+            "plan it by name"
+        )
     try:
-        model: nn.Module = pickle.loads(target.content)  # noqa: S301  (we made it)
+        model, batch = pickle.loads(target.content)  # noqa: S301  (we made it)
     except (AttributeError, ImportError) as error:
         raise PlanError(
             f"{target.name} cannot be built in the planning process ({error}): its class must be in a module that can "
             "be imported, not in a script"
         ) from error
-    return model
+    return model, batch
 
 
-def _made_by_factory(target: Target, job: Job) -> nn.Module:
+def _made_by_factory(target: Target, job: Job) -> tuple[nn.Module, Any]:
+    """A module, or what an audit's factory returns: a module, its batch, and keywords that are the audit's alone."""
     module, _, function = target.content.decode().partition(":")
     try:
         factory = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise PlanError(f"{target.name} cannot be imported: {error}") from error
     with _building(job):
-        model = factory()
+        made = factory()
+    model, batch = made[:2] if isinstance(made, tuple) and len(made) > 1 else (made, None)
     if not isinstance(model, nn.Module):
-        raise PlanError(f"{target.name} returned {type(model).__name__}, not a torch.nn.Module")
-    return model
+        raise PlanError(f"{target.name} must return a torch.nn.Module, or (model, batch), not {type(made).__name__}")
+    if any(
+        isinstance(leaf, torch.Tensor) and leaf.is_meta and not leaf.dtype.is_floating_point
+        for leaf in tree_leaves(batch)
+    ):
+        raise PlanError(
+            f"{target.name} is called where new tensors have no values, and its batch has whole numbers, which do "
+            'matter: make them with device="cpu"'
+        )
+    return model, batch
 
 
 def _from_transformers(target: Target, job: Job) -> nn.Module:
@@ -214,7 +108,7 @@ def _from_transformers(target: Target, job: Job) -> nn.Module:
         raise MissingDependencyError("planning by name needs transformers: pip install 'lowtide[hf]'") from error
     fields = json.loads(target.content)
     model_type = fields.pop("model_type")
-    if model_type not in _model_types():
+    if model_type not in model_types():
         raise PlanError(
             f"{target.name}: transformers {transformers.__version__} has no model type {model_type!r}: a newer one may"
         )

@@ -8,18 +8,18 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.planning.accelerators import Accelerator, calibrated, find_accelerator
+from lowtide.planning.accelerators import Accelerator, Efficiencies, calibrated, find_accelerator
 from lowtide.planning.cache import LANES, CachedStudio, lane_of
 from lowtide.planning.detect import this_accelerator
 from lowtide.planning.job import LORA_TARGETS, Job
 from lowtide.planning.margins import margins_for
-from lowtide.planning.models import find_target
 from lowtide.planning.region_costs import TREATMENTS
 from lowtide.planning.result import Candidate, Plan, judged
 from lowtide.planning.rules import as_policy, joined
 from lowtide.planning.solver import solve
+from lowtide.planning.targets import find_target
 from lowtide.policy import Policy
-from lowtide.units import format_bytes, parse_bytes, parse_tokens
+from lowtide.units import format_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +40,8 @@ _ROUNDS = 5
 def plan(
     model: nn.Module | str | Path | Any,
     *,
-    tokens: int | str,
+    tokens: int | str | None = None,
+    batch: Any = None,
     policy: Policy | str | Mapping[str, Any] | None = None,
     batch_size: int = 1,
     images: tuple[int, int, int] | str | None = None,
@@ -64,8 +65,11 @@ def plan(
 ) -> Plan:
     """Will a training step fit, and which policy is the fastest that does? No accelerator is needed.
 
-    `model` is a module, a transformers configuration, the path of a `config.json` or its folder, a model type, one of
-    the known names (`"Qwen3-8B"`), or `"MODULE:FACTORY"`. `tokens` is the length of each of `batch_size` sequences.
+    `model` is a module, a transformers configuration, the path of a `config.json` or its folder, one of the known names
+    (`"Qwen3-8B"`), a name of the Hub (`"org/model"`), a model type, or `"MODULE:FACTORY"`. `tokens` is the length of
+    each of `batch_size` sequences. A module that is not transformers' comes with a `batch`, the arguments of its
+    forward, which returns the loss; a factory may return both.
+
     `device` is an accelerator's name (without it, the one that is here), `budget` the memory to use of it, and
     `host_budget` the host's for each rank (if it is not given, twice the device's). With `policy` only that one is
     simulated. `exact` simulates every layer instead of carrying on from a few.
@@ -73,6 +77,9 @@ def plan(
     One real training step runs through the real engine in a process of its own, on tensors that have shapes and no
     memory; every allocation is counted.
     """
+    target = find_target(model, batch)
+    if batch is not None and (tokens, batch_size, images) != (None, 1, None):
+        raise InvalidValueError("a batch tells its own size: leave tokens, batch_size and images out")
     job = make_job(
         tokens=tokens,
         batch_size=batch_size,
@@ -89,11 +96,10 @@ def plan(
         attention=attention,
     )
     accelerator = wanted_accelerator(device, calibration)
-    limit = accelerator.memory if budget is None else parse_bytes(budget)
-    host_limit = accelerator.host_memory if host_budget is None else parse_bytes(host_budget)
+    budgets = accelerator.budgets(budget, host_budget)
     wanted = None if policy is None else _planned_policy(policy)
-    with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
-        planner = _Planner(studio, job, accelerator, limit, host_limit, exact=exact, progress=progress)
+    with CachedStudio(target, job, accelerator, enabled=cache) as studio:
+        planner = _Planner(studio, job, accelerator, *budgets, exact=exact, progress=progress)
         return planner.one(wanted) if wanted is not None else planner.all()
 
 
@@ -228,11 +234,11 @@ class _Planner:
                 "(--host-budget) what there is"
             )
         longest = self._studio.facts.longest
-        if longest is not None and self._job.tokens > longest:
+        if longest is not None and (self._job.tokens or 0) > longest:
             notes.append(
                 f"{self._job.tokens} tokens are more than the {longest} positions that the model's configuration names"
             )
-        if self._accelerator.efficiencies == type(self._accelerator.efficiencies)():
+        if self._accelerator.efficiencies == Efficiencies():
             notes.append(
                 "seconds are estimated from data sheets: the ranking is the claim. `lowtide calibrate` measures"
             )
@@ -250,11 +256,16 @@ def _planned_policy(policy: Policy | str | Mapping[str, Any]) -> str:
 
 
 def make_job(
-    *, tokens: int | str, images: tuple[int, int, int] | str | None, engine: str | None, ranks: int, **settings: Any
+    *,
+    tokens: int | str | None,
+    images: tuple[int, int, int] | str | None,
+    engine: str | None,
+    ranks: int,
+    **settings: Any,
 ) -> Job:
     """A job from what people write."""
     return Job(
-        tokens=parse_tokens(tokens),
+        tokens=None if tokens is None else parse_tokens(tokens),
         images=parse_images(images),
         engine=engine or ("ddp" if ranks > 1 else "single"),
         ranks=ranks,

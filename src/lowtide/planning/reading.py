@@ -88,12 +88,17 @@ def _refined(owner: Owner, born: Moment, now: Moment) -> Owner:
 
 def read_peak(recording: Recorded, place: str = "device") -> Peak:
     """The peak of the step itself."""
-    tally, best, where = Tally(place), -1, recording.start
+    return _highest(recording, place)
+
+
+def _highest(recording: Recorded, place: str, at: Moment | None = None) -> Peak:
+    """The highest point of the step, or of one moment of it. Owners are looked at once it is known."""
+    tally, best, where = Tally(place), -1, -1
     for position, event in enumerate(recording.events):
         tally.take(event)
-        if position >= recording.start and tally.total > best:
+        if position >= recording.start and tally.total > best and at in (None, event.moment):
             best, where = tally.total, position
-    if best < 0:
+    if where < 0:
         return Peak(0, Moment("forward", ""), {})
     again = Tally(place)
     for event in recording.events[: where + 1]:
@@ -116,16 +121,8 @@ def peaks_by_moment(recording: Recorded, place: str = "device") -> dict[Moment, 
 
 def owners_at(recording: Recorded, moment: Moment) -> dict[str, int]:
     """Bytes by kind of owner at the highest point of a moment."""
-    tally, best, where = Tally("device"), -1, 0
-    for position, event in enumerate(recording.events):
-        tally.take(event)
-        if position >= recording.start and event.moment == moment and tally.total > best:
-            best, where = tally.total, position
-    again = Tally("device")
-    for event in recording.events[: where + 1]:
-        again.take(event)
     kinds: collections.Counter[str] = collections.Counter()
-    for owner, size in again.owners(moment).items():
+    for owner, size in _highest(recording, "device", moment).owners.items():
         kinds[owner.kind] += size
     return dict(kinds)
 

@@ -21,7 +21,7 @@ _OWN = frozenset({"activations", "logits", "workspace"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
+class TreatmentCost:
     """Of one region under one treatment."""
 
     waiting: int
@@ -44,7 +44,7 @@ class RegionCosts:
     forward_base: int
     backward_base: int
     """Bytes of everything else while it runs, but for what other regions wait with."""
-    treatments: dict[str, Cost]
+    treatments: dict[str, TreatmentCost]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ class _Reading:
     def ran(self, region: str) -> bool:
         return Moment("forward", region) in self._own
 
-    def cost(self, region: str) -> Cost:
+    def cost(self, region: str) -> TreatmentCost:
         seconds = self._recording.block_seconds
-        return Cost(
+        return TreatmentCost(
             waiting=self._waiting.get(region, 0),
             forward_bytes=self._own.get(Moment("forward", region), 0),
             backward_bytes=self._own.get(Moment("backward", region), 0),

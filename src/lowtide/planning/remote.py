@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lowtide.planning.accelerators import Accelerator
     from lowtide.planning.estimate import Estimate
     from lowtide.planning.job import Job
-    from lowtide.planning.models import Target
     from lowtide.planning.region_costs import StepCosts
     from lowtide.planning.studio import Facts
+    from lowtide.planning.targets import Target
 
 
 class RemoteStudio:

@@ -58,7 +58,8 @@ class Plan:
     margins: Margins
     budget: int
     """Bytes of device memory."""
-    host_budget: int | None
+    host_budget: int
+    """Bytes of host memory, for each rank."""
     candidates: list[Candidate]
     """All policies that were looked at, the fastest first."""
     best: Candidate | None
@@ -136,7 +137,7 @@ class Plan:
         return as_page(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.facts.name} ({self.facts.model_class}), {self.job.tokens} tokens, {self.accelerator.name}:"]
+        lines = [f"{self.facts.name} ({self.facts.model_class}), {self.job.size}, {self.accelerator.name}:"]
         lines += [
             f"  {'fits' if c.fits else 'no  '}  {format_bytes(c.device_bytes):>10}  {_seconds(c):8.3g} s  {c.policy}"
             for c in self.candidates
@@ -149,19 +150,17 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.estimate.seconds
 
 
-def judged(estimate: Estimate, budget: int, host_budget: int | None, margins: Margins) -> Candidate:
+def judged(estimate: Estimate, budget: int, host_budget: int, margins: Margins) -> Candidate:
     """A policy against the budgets."""
     needed = estimate.needed_bytes + margins.total
-    fits_host = host_budget is None or estimate.host_bytes <= host_budget
+    fits_host = estimate.host_bytes <= host_budget
     owner, size = max(estimate.owners.items(), key=lambda pair: pair[1])
     where = f"the {estimate.phase} of {estimate.block}" if estimate.block else f"the {estimate.phase}"
     holder = f"{KINDS.get(owner, owner)} hold {format_bytes(size)} in {where}"
     if needed > budget:
         limit = f"needs {format_bytes(needed)}, {format_bytes(needed - budget)} too much: {holder}"
     elif not fits_host:
-        limit = (
-            f"needs {format_bytes(estimate.host_bytes)} of host memory, and there are {format_bytes(host_budget or 0)}"
-        )
+        limit = f"needs {format_bytes(estimate.host_bytes)} of host memory, and there are {format_bytes(host_budget)}"
     else:
         limit = holder
     return Candidate(estimate=estimate, device_bytes=needed, fits=needed <= budget and fits_host, limit=limit)

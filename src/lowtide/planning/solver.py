@@ -22,7 +22,7 @@ from scipy import optimize
 from lowtide.planning.region_costs import TREATMENTS
 
 if TYPE_CHECKING:
-    from lowtide.planning.region_costs import Cost, StepCosts
+    from lowtide.planning.region_costs import StepCosts, TreatmentCost
 
 _KINDS = range(len(TREATMENTS))
 _RELUCTANCE = 1e-6
@@ -38,7 +38,7 @@ class Choice:
     seconds: float
 
 
-def solve(costs: StepCosts, budget: int, host_budget: int | None, link_rate: float) -> Choice | None:
+def solve(costs: StepCosts, budget: int, host_budget: int, link_rate: float) -> Choice | None:
     """The fastest choice within the budgets; None if there is none."""
     if costs.after_bytes > budget:
         return None
@@ -58,7 +58,7 @@ class _Program:
         self._rows: list[dict[int, float]] = []
         self._most: list[float] = []
 
-    def constrain_memory(self, budget: int, host_budget: int | None) -> None:
+    def constrain_memory(self, budget: int, host_budget: int) -> None:
         """While a region runs: its own bytes, and those with which the regions before it wait."""
         waiting: dict[int, float] = {}
         for place, region in enumerate(self._costs.regions):
@@ -66,8 +66,7 @@ class _Program:
             self._add({**waiting, **self._factors(place, "backward_bytes")}, budget - region.backward_base)
             waiting |= self._factors(place, "waiting")
         self._add(waiting, budget - self._costs.between_base)
-        if host_budget is not None:
-            self._add(self._everywhere("moved"), host_budget)
+        self._add(self._everywhere("moved"), host_budget)
 
     def constrain_link(self, rate: float) -> None:
         """A stall is at least what the copies take longer than the compute that they hide behind."""
@@ -130,7 +129,7 @@ class _Program:
         places = range(len(self._costs.regions))
         return {variable: factor for place in places for variable, factor in self._factors(place, figure).items()}
 
-    def _cost(self, place: int, kind: int) -> Cost:
+    def _cost(self, place: int, kind: int) -> TreatmentCost:
         return self._costs.regions[place].treatments[TREATMENTS[kind]]
 
     def _variable(self, place: int, kind: int) -> int:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lowtide.applying import apply
 from lowtide.errors import NoRegionError, PlanError
 from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, simulated_device
+from lowtide.planning.blank.trees import tensors_in
 from lowtide.planning.parallel import Parallel
 from lowtide.planning.watch import Watch
 from lowtide.regions import find_head, find_regions
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from lowtide.planning.job import Job
     from lowtide.policy import Policy
 
-    MakeBatch = Callable[[nn.Module, torch.device], dict[str, Any]]
+    MakeBatch = Callable[[nn.Module, torch.device], Any]
+    """Gives what the model is called with: keywords, arguments, or one argument."""
 
 
 @dataclasses.dataclass
@@ -88,7 +92,7 @@ def record(
         stack.enter_context(ledger)
         ledger.clock.synchronize()
         start, began = len(ledger.events), ledger.clock.compute.time
-        for tensor in _tensors(batch):
+        for tensor in tensors_in(tree_leaves(batch)):
             ledger.claim(tensor, "batch", "")
         _train(model, batch, watch, parallel, optimizer)
         ended = ledger.clock.synchronize()
@@ -106,13 +110,11 @@ def record(
     )
 
 
-def _train(
-    model: nn.Module, batch: dict[str, Any], watch: Watch, parallel: Parallel, optimizer: torch.optim.Optimizer
-) -> None:
+def _train(model: nn.Module, batch: Any, watch: Watch, parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
     ledger = watch.ledger
     ledger.phase = "forward"
     parallel.begin_forward()
-    loss = _loss(model(**batch))
+    loss = _loss(_called(model, batch))
     ledger.phase = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
@@ -124,6 +126,12 @@ def _train(
     parallel.end_step()
 
 
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
 def _loss(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output:
@@ -131,12 +139,11 @@ def _loss(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         loss = output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise PlanError("the model returns no loss for this batch: plan a model that computes its loss from labels")
+        raise PlanError(
+            "the model returns no loss for this batch (one number: itself, `.loss`, or first in a tuple): plan a "
+            "module that computes its loss"
+        )
     return loss
-
-
-def _tensors(batch: dict[str, Any]) -> list[torch.Tensor]:
-    return [value for value in batch.values() if isinstance(value, torch.Tensor)]
 
 
 def _logits_width(model: nn.Module) -> int:

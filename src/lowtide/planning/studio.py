@@ -9,10 +9,10 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from lowtide.planning.batches import make_batch
+from lowtide.planning.batches import make_batch, put_on
 from lowtide.planning.estimate import Estimate, carried_on, exact_estimate
 from lowtide.planning.layers import find_stack, shorten
-from lowtide.planning.models import build
+from lowtide.planning.models import build, build_with_batch
 from lowtide.planning.region_costs import TREATMENTS, region_costs
 from lowtide.planning.rules import joined
 from lowtide.planning.step import simulate
@@ -21,11 +21,14 @@ from lowtide.policy import Policy
 from lowtide.regions import find_regions
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from lowtide.planning.accelerators import Accelerator
     from lowtide.planning.job import Job
-    from lowtide.planning.models import Target
     from lowtide.planning.region_costs import StepCosts
     from lowtide.planning.step import Recording
+    from lowtide.planning.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Studio:
         self._target = target
         self._job = job
         self._accelerator = accelerator
-        model = build(target, job)
+        model, self._batch = build_with_batch(target, job)
         self._stack = find_stack(model)
         self._names = [region.name for region in find_regions(model)]
         config: Any = getattr(model, "config", None)
@@ -88,10 +91,10 @@ class Studio:
         model = build(self._target, self._job)
         if count is not None and self._stack is not None:
             shorten(model, self._stack, count)
-        job = self._job
-        return simulate(
-            model, lambda built, device: make_batch(built, job, device), job, Policy.parse(policy), self._accelerator
-        )
+        return simulate(model, self._make_batch, self._job, Policy.parse(policy), self._accelerator)
+
+    def _make_batch(self, model: nn.Module, device: torch.device) -> Any:
+        return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
 
 
 def _class_name(model: object) -> str:

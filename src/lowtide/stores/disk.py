@@ -277,14 +277,13 @@ class DiskStored(Stored):
         sizes = [block.size for block in self._blocks]
         if self._device.type == "cpu":
             memory = page_aligned(round_up(self.nbytes))
-            raw, parts, owner, ready = memory[: self.nbytes].view(self._dtype), _in_pages(memory, sizes), None, None
+            raw, parts = memory[: self.nbytes].view(self._dtype), _in_pages(memory, sizes)
+            owner = ready = None
         else:
             raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
+            parts = list(torch.split(raw.view(torch.uint8), sizes))
             owner = torch.accelerator.current_stream(self._device)
-            parts, ready = (
-                list(torch.split(raw.view(torch.uint8), sizes)),
-                owner.record_event(),
-            )  # the memory may be that of a running kernel
+            ready = owner.record_event()  # the memory may be that of a kernel which still runs
         self._was_fetched = True
         self._fetched += self.nbytes
         staging = self._home.workers.staging

@@ -110,9 +110,8 @@ class SlabPool:
         return slabs
 
     def _next_slab(self) -> int:
-        size, reserved = self._smallest, self.reserved
-        while size < min(reserved, self._largest):
-            size *= 2
+        reserved = self.reserved
+        size = _slab_after(reserved, self._smallest, self._largest)
         if self._limit is None:
             return size
         left = self._limit - reserved
@@ -134,11 +133,14 @@ class SlabPool:
 
 def pinned_for(used: int) -> int:
     """Bytes of the slabs that hold `used` bytes, if they are filled to the end."""
-    smallest, largest = SLAB_BYTES
     reserved = 0
     while reserved < used:
-        size = smallest
-        while size < min(reserved, largest):
-            size *= 2
-        reserved += size
+        reserved += _slab_after(reserved, *SLAB_BYTES)
     return reserved
+
+
+def _slab_after(reserved: int, smallest: int, largest: int) -> int:
+    size = smallest
+    while size < min(reserved, largest):
+        size *= 2
+    return size

@@ -56,7 +56,7 @@ _torch_tensor, _torch_autocast = torch.tensor, torch.autocast
 
 
 def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autocast`, which transformers 4 switches off around rotary angles. Blank tensors know none."""
+    """`torch.autocast`, which models switch off around parts that need precision. Blank tensors know none."""
     return contextlib.nullcontext() if device_type == "meta" else _torch_autocast(device_type, *args, **kwargs)
 
 

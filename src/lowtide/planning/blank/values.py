@@ -121,7 +121,7 @@ def _update(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: li
     if not results or _kind(func) == "unset":
         return
     if known:
-        if all(_is_kept(tensor) for tensor in results):
+        if all(has_kept_size(tensor) for tensor in results):
             with contextlib.suppress(NotImplementedError):  # the CPU has no such kernel: then its value is unknown
                 _attach(out, _on_values(func, args, kwargs))
     elif _kind(func) == "ranking":
@@ -206,7 +206,7 @@ def _to_value(leaf: Any) -> Any:
 
 def _attach(blank: Any, real: Any) -> None:
     for one, other in zip(tree_leaves(blank), tree_leaves(real), strict=True):
-        if is_blank(one) and isinstance(other, torch.Tensor) and _is_kept(one):
+        if is_blank(one) and isinstance(other, torch.Tensor) and has_kept_size(one):
             give_value(one, other)
 
 
@@ -214,5 +214,6 @@ def _blank_like(real: torch.Tensor) -> torch.Tensor:
     return torch.empty(real.shape, dtype=real.dtype, device="meta")
 
 
-def _is_kept(tensor: torch.Tensor) -> bool:
+def has_kept_size(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small enough to carry its value with it."""
     return tensor.numel() <= (MOST_INTEGERS if tensor.dtype in _INTEGERS else MOST_NUMBERS)

@@ -1,0 +1,27 @@
+"""What should happen to a region's activations: a frozen value, with a string and a dict form.
+
+    none                            keep everything on the device
+    recompute                       keep a region's inputs, run its forward again in backward
+    recompute(every=2)              only every second region of a stack
+    offload                         keep what autograd saves, but in pinned host memory
+    recompute+offload               recompute, with the inputs in pinned host memory
+    recompute+offload(host=8GiB)    ... of which at most 8 GiB
+    recompute+offload(disk=/scratch)             recompute, with the inputs in a private file in /scratch
+    recompute+offload(disk=/scratch, limit=1TB, verify)    ... of at most 1 TB per process, with checksums
+    recompute+offload(host=8GiB, disk=/scratch)  host memory first, the disk past 8 GiB
+    tile                            run MLPs, mixtures of experts and the loss in tiles of tokens
+    tile(mlp, tokens=8k)            only MLPs and experts, in tiles of 8192 tokens (or shards=8: in eight tiles)
+    tile(loss, loss_tokens=512)     only the loss
+    recompute+offload+tile          all of it
+
+Regions can be told apart by their module name: `"recompute+offload; visual.*: recompute; *.layers.0: none"`. The last
+rule that fits a region wins. Words that people know from other libraries are understood; unknown ones are refused.
+
+`value` has the policy itself, `text` and `mapping` read its two other forms, and `words` is what both of them know.
+"""
+
+from __future__ import annotations
+
+from lowtide.policy.value import Policy
+
+__all__ = ["Policy"]

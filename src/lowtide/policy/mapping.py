@@ -1,0 +1,109 @@
+"""Reads the dict form: a policy's own field names, or the keywords that people pass to other libraries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import InvalidValueError
+from lowtide.policy.text import read_text
+from lowtide.policy.words import PARTS, WORDS, meaning
+from lowtide.spelling import unknown
+from lowtide.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from lowtide.policy.words import Fields
+
+
+def read_mapping(mapping: Mapping[str, Any], own: list[str]) -> Fields:
+    """The fields of a policy, of which `own` are the names."""
+    fields: Fields = {}
+    for key, value in mapping.items():
+        if key in own:
+            fields[key] = _FORMS[key](value) if key in _FORMS else value
+        elif key == "gradient_checkpointing_kwargs":
+            if value is not None and mapping.get("gradient_checkpointing") is not False:  # they switch nothing on
+                fields |= _checkpointing_kwargs(value)
+        elif key == "tiled_mlp_num_shards":  # axolotl
+            fields["tile_shards"] = value
+        elif key in WORDS and isinstance(value, bool):
+            fields |= meaning(key) if value else {}
+        elif key == "activation_checkpointing" and isinstance(value, Mapping):
+            fields |= _deepspeed_block(value)
+        elif key in _CHOICES:
+            fields |= _choice(key, value)
+        else:
+            raise InvalidValueError(unknown(key, [*own, *WORDS], "setting of a policy"))
+    return fields
+
+
+def _rules(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, str):
+        raise InvalidValueError(
+            f"overrides are pairs of a glob and a policy, like {{'visual.*': 'none'}}, not {value!r}"
+        )
+    return list(value.items() if isinstance(value, Mapping) else value)
+
+
+def _place(value: Any) -> Any:
+    return {True: "host", False: None}[value] if isinstance(value, bool) else value
+
+
+def _parts_to_tile(value: Any) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return PARTS if value else ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _unless_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "overrides": _rules,
+    "offload": _place,
+    "host_limit": _unless_none(parse_bytes),
+    "disk_limit": _unless_none(parse_bytes),
+    "disk": _unless_none(os.fspath),
+    "tile": _parts_to_tile,
+    "tile_tokens": _unless_none(parse_tokens),
+    "loss_tokens": _unless_none(parse_tokens),
+}
+"""Fields whose values may be given in more than one form."""
+
+
+_CHOICES: dict[str, dict[Any, str]] = {
+    "activation_offloading": {"legacy": "recompute+offload", "hidden_states": "recompute+offload"},  # axolotl
+    "use_gradient_checkpointing": {True: "recompute", False: "none", "unsloth": "recompute+offload"},  # unsloth
+}
+
+
+def _choice(key: str, value: Any) -> Fields:
+    if not isinstance(value, str | bool) or value not in _CHOICES[key]:
+        raise InvalidValueError(unknown(value, _CHOICES[key], f"value of {key}"))
+    return read_text(_CHOICES[key][value])
+
+
+def _deepspeed_block(block: Mapping[str, Any]) -> Fields:
+    """DeepSpeed's `activation_checkpointing`: what is switched on is honoured or refused."""
+    on = [key for key, value in block.items() if value]
+    refused = [key for key in on if key != "cpu_checkpointing"]
+    if refused:
+        raise InvalidValueError(f"activation_checkpointing: {', '.join(refused)} cannot be honoured: switch it off")
+    return meaning("cpu_checkpointing" if on else "recompute")
+
+
+def _checkpointing_kwargs(kwargs: Mapping[str, Any]) -> Fields:
+    """transformers' `gradient_checkpointing_kwargs`. `use_reentrant` is answered by one engine, whatever it says."""
+    fields: Fields = {"recompute": True}
+    for key, value in kwargs.items():
+        if key == "every_n_layers":
+            fields["every"] = value
+        elif key == "offload":
+            fields["offload"] = "host" if value else None
+        elif key != "use_reentrant":
+            raise InvalidValueError(
+                unknown(key, ["use_reentrant", "every_n_layers", "offload"], "checkpointing setting")
+            )
+    return fields

@@ -1,0 +1,107 @@
+"""Reads the string form: `recompute+offload(host=8GiB); visual.*: recompute`.
+
+Rules are separated by semicolons, words by plus signs, and a word's settings stand in brackets.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from lowtide.errors import InvalidValueError
+from lowtide.policy.words import WORDS, meaning
+from lowtide.spelling import unknown
+from lowtide.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from lowtide.policy.words import Fields
+
+_PLUS = re.compile(r"\+(?![^(]*\))")
+"""Between words, and not in brackets: a directory may have one in its name."""
+_TERM = re.compile(r"(?P<word>[\w.]+)\s*(?:\((?P<settings>[^()]*)\))?")
+
+_EVERY = ("every", "every_n_layers")
+_STORE_SETTINGS = ("host", "disk", "limit", "verify", "tmpfs")
+_TILE_SETTINGS = {"tokens": "tile_tokens", "shards": "tile_shards", "loss_tokens": "loss_tokens"}
+
+
+def read_text(text: str) -> Fields:
+    """The fields of a policy."""
+    default, *rules = (part.strip() for part in text.split(";"))
+    overrides = []
+    for rule in filter(None, rules):
+        pattern, colon, policy = rule.rpartition(":")
+        if not colon or not pattern.strip():
+            raise InvalidValueError(f"{rule!r} in policy {text!r} is no rule: write it like 'visual.*: recompute'")
+        overrides.append((pattern.strip(), _terms(policy.strip(), text)))
+    return {**_terms(default, text), "overrides": overrides}
+
+
+def _terms(text: str, whole: str) -> Fields:
+    fields: Fields = {}
+    for part in _PLUS.split(text):
+        match = _TERM.fullmatch(part.strip())
+        if match is None:
+            raise InvalidValueError(f"{part.strip()!r} in policy {whole!r} is not a word or word(setting=value)")
+        settings = [setting.strip() for setting in (match["settings"] or "").split(",") if setting.strip()]
+        fields |= meaning(match["word"])
+        fields |= _tile(settings, whole) if match["word"] == "tile" else _others(match["word"], settings, whole)
+    return fields
+
+
+def _tile(settings: list[str], whole: str) -> Fields:
+    """`tile(mlp, loss, tokens=8k, shards=8, loss_tokens=512)`: parts by name, sizes by value."""
+    fields: Fields = {}
+    parts = [setting for setting in settings if "=" not in setting]
+    if parts:
+        fields["tile"] = tuple(parts)
+    for name, value in (_split(setting) for setting in settings if "=" in setting):
+        if name not in _TILE_SETTINGS:
+            raise InvalidValueError(f"policy {whole!r}: {unknown(name, _TILE_SETTINGS, 'setting of tile')}")
+        fields[_TILE_SETTINGS[name]] = parse_tokens(value)
+    return fields
+
+
+def _others(word: str, settings: list[str], whole: str) -> Fields:
+    """`recompute(every=2)`, and `offload(host=8GiB, disk=/scratch, limit=1TB, verify)`."""
+    recomputes, offloads = (bool(WORDS[word].get(field)) for field in ("recompute", "offload"))
+    fields: Fields = {}
+    pairs = [_split(setting) for setting in settings]
+    for name, value in pairs:
+        if recomputes and name in _EVERY:
+            fields["every"] = _whole_number(name, value, whole)
+        elif offloads and name in _STORE_SETTINGS:
+            fields |= _store_setting(name, value, whole)
+        else:
+            known = [*(_EVERY[:1] if recomputes else ()), *(_STORE_SETTINGS if offloads else ())]
+            raise InvalidValueError(f"policy {whole!r}: {unknown(name, known, f'setting of {word}')}")
+    names = [name for name, _ in pairs]
+    if "disk" in names and "host" not in names:
+        fields["offload"] = "disk"
+    elif "disk" in names and not fields.get("disk"):
+        raise InvalidValueError(f"policy {whole!r}: offload to host and disk needs offload(host=8GiB, disk=/scratch)")
+    return fields
+
+
+def _store_setting(name: str, value: str, whole: str) -> Fields:
+    """Sizes and a directory by value, switches by name. The places alone are names, too: `offload(disk)`."""
+    if name in ("host", "disk") and not value:
+        return {}
+    if name == "disk":
+        return {"disk": value}
+    if name in ("host", "limit"):
+        return {{"host": "host_limit", "limit": "disk_limit"}[name]: parse_bytes(value)}
+    if value.lower() not in ("", "true", "false"):
+        raise InvalidValueError(f"{name} in policy {whole!r} is true or false, got {value!r}")
+    return {name: value.lower() != "false"}
+
+
+def _whole_number(name: str, value: str, whole: str) -> int:
+    if not value.isdigit():
+        raise InvalidValueError(f"{name} in policy {whole!r} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _split(setting: str) -> tuple[str, str]:
+    name, _, value = setting.partition("=")
+    return name.strip(), value.strip()

@@ -1,0 +1,29 @@
+"""Names as people write them: in any spelling, and with the nearest known one where a name is unknown."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def plain(name: str) -> str:
+    """`RTX 4090`, `rtx-4090` and `RTX4090` are one name."""
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, if there is one."""
+    names = {plain(name): name for name in known}
+    near = difflib.get_close_matches(plain(word), names, n=1)
+    return names[near[0]] if near else None
+
+
+def unknown(word: object, known: Iterable[object], what: str) -> str:
+    """That a word is unknown, with the nearest one, or with all of them."""
+    names = [str(name) for name in known]
+    near = nearest(str(word), names)
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(names)}"
+    return f"{str(word)!r} is no {what}; {hint}"
