@@ -89,7 +89,7 @@ def test_no_uniform_policy_is_faster_than_the_plan(name: str, tokens: int, devic
     least, most = (studio.estimate(policy, exact=False) for policy in ("recompute+offload+tile", "none"))
     margin = margins_for(job, card).total
     budget = margin + (least.needed_bytes + most.needed_bytes) // 2
-    plan = _Planner(studio, job, card, budget, card.host_memory, exact=False, progress=None).all()
+    plan = _Planner(studio, job, card, *card.budgets(budget, None), exact=False, progress=None).all()
     assert plan.best is not None
     assert plan.best.estimate.exact
     assert plan.best.device_bytes <= budget

@@ -51,7 +51,15 @@ def make_plan(budget: int) -> Plan:
     margins = margins_for(job, card)
     estimates = [_estimate("none", 30 * GIB, 1.0), _estimate("recompute; *.0: none", 8 * GIB, 1.3, timeline=True)]
     candidates = [judged(estimate, budget, 80 * GIB, margins) for estimate in estimates]
-    facts = Facts(name="tiny", model_class="Tiny", parameters=10**9, trained=10**6, regions=["layers.0"], longest=2048)
+    facts = Facts(
+        name="tiny",
+        model_class="Tiny",
+        parameters=10**9,
+        trained=10**6,
+        regions=["layers.0"],
+        longest=2048,
+        tilings=[""],
+    )
     return Plan(
         facts=facts,
         job=job,

@@ -12,18 +12,20 @@ import textwrap
 import time
 from pathlib import Path
 
+import own_model
 import pytest
 import torch
 import transformers
 
 import lowtide
+from lowtide import LowtideError
 from lowtide.errors import DoesNotFitError, InvalidValueError, MissingDependencyError, PlanError
 from lowtide.planning import find_accelerator, planner
 from lowtide.planning.job import Job
 from lowtide.planning.longest import find_longest
 from lowtide.planning.models import build
-from lowtide.planning.planner import TILINGS
 from lowtide.planning.region_costs import TREATMENTS
+from lowtide.planning.rules import joined
 from lowtide.planning.targets import find_target, known_models
 from support import needs_transformers_5
 
@@ -38,7 +40,8 @@ CONFIG = transformers.LlamaConfig(
     vocab_size=16000,
     tie_word_embeddings=False,
 )
-UNIFORM = len(TREATMENTS) * len(TILINGS)
+UNIFORM = 3 * len(TREATMENTS)
+"""Without tiles, with a tiled loss, and with tiled MLPs, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +207,91 @@ def test_a_module_is_planned_without_its_weights():
     assert plan.facts.model_class == "LlamaForCausalLM"
 
 
+class TestAModuleOfOnesOwn:
+    """It has no configuration to make a batch from, so it comes with one."""
+
+    def test_its_batch_is_what_it_is_planned_with(self):
+        model, batch = own_model.tiny()
+        plan = lowtide.plan(model, batch=batch, device="L40S", policy="recompute")
+        assert plan.job.size == "its own batch"
+        assert plan.facts.regions == ["blocks.0", "blocks.1", "blocks.2"]
+        longer = lowtide.plan(
+            model, batch=own_model.batch(tokens=2 * own_model.TOKENS), device="L40S", policy="recompute"
+        )
+        kept = own_model.TOKENS * own_model.WIDTH * 4
+        assert longer.peak_bytes - plan.peak_bytes > 3 * kept, "three blocks' inputs, and what one of them computes"
+
+    @pytest.mark.parametrize("form", [tuple, list], ids=["tuple", "list"])
+    def test_arguments_may_be_positional(self, form: type):
+        model, batch = own_model.tiny()
+        plans = [
+            lowtide.plan(model, batch=given, device="L40S", policy="none") for given in (batch, form(batch.values()))
+        ]
+        assert plans[0].peak_bytes == plans[1].peak_bytes
+
+    def test_a_factory_may_return_both(self):
+        model, batch = own_model.tiny()
+        plans = [
+            lowtide.plan("own_model:tiny", device="L40S", policy="none", dtype="fp32"),
+            lowtide.plan(model, batch=batch, device="L40S", policy="none"),
+        ]
+        assert plans[0].peak_bytes == plans[1].peak_bytes
+
+    def test_apply_takes_a_batch_with_its_budget(self):
+        model, batch = own_model.tiny()
+        applied = lowtide.apply(model, budget="2GiB", batch=batch, device="L40S")
+        assert applied.policy.is_none, "all of it fits"
+
+    def test_only_what_can_be_tiled_is_looked_at(self):
+        model, batch = own_model.tiny()
+        plan = lowtide.plan(model, batch=batch, device="L40S")
+        assert {candidate.policy for candidate in plan.candidates} == {
+            *TREATMENTS,
+            *(joined(treatment, "tile(mlp)") for treatment in TREATMENTS),
+        }
+        assert any("not all of Own can be tiled" in note for note in plan.notes)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({}, r"give batch=, or a factory that returns \(model, batch\)"),
+            ({"batch": own_model.batch(), "tokens": 512}, "a batch tells its own size"),
+            ({"batch": own_model.batch(), "batch_size": 2}, "a batch tells its own size"),
+            ({"batch": {"ids": own_model.batch()["ids"], "labels": None}}, "returns no loss"),
+        ],
+    )
+    def test_what_does_not_go_together_is_refused(self, settings: dict, message: str):
+        with pytest.raises(LowtideError, match=message):
+            lowtide.plan(own_model.tiny()[0], device="L40S", policy="none", **settings)
+
+    @pytest.mark.parametrize(
+        ("name", "settings", "message"),
+        [
+            ("own_model:tiny", {"tokens": 512}, "brings its own batch"),
+            ("own_model:blank", {}, 'make them with device="cpu"'),
+            ("llama", {}, "give tokens="),
+            ("llama", {"batch": own_model.batch()}, "goes with a module"),
+        ],
+    )
+    def test_names_that_lack_something_are_refused(self, name: str, settings: dict, message: str):
+        with pytest.raises(LowtideError, match=message):
+            lowtide.plan(name, device="L40S", policy="none", **settings)
+
+
+def test_a_model_without_mlps_of_their_own_is_planned_with_a_tiled_loss():
+    config = transformers.BertConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, vocab_size=512
+    )
+    plan = lowtide.plan(config, tokens=512, device="L40S")
+    assert len(plan.candidates) == 2 * len(TREATMENTS)
+    assert not any("mlp" in candidate.policy for candidate in plan.candidates)
+    card = dataclasses.replace(find_accelerator("L40S"), memory=2**30)
+    found = find_longest(config, Job(tokens=512), card, figure="batch_size")
+    assert [row.policy for row in found] == [
+        "none", "recompute", "recompute+tile(loss)", "recompute+offload+tile(loss)"
+    ]  # fmt: skip
+
+
 def test_a_setting_that_a_live_model_has_already_is_refused():
     with pytest.raises(InvalidValueError, match="LlamaForCausalLM is planned as it is"):
         lowtide.plan(transformers.LlamaForCausalLM(CONFIG), tokens=512, device="L40S", lora=8, policy="none")
@@ -284,7 +372,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
 def test_the_longest_sequence_may_be_the_hosts_limit():
     card = dataclasses.replace(find_accelerator("L40S"), memory=3 * 2**30)
     (found,) = find_longest(CONFIG, Job(tokens=1024, engine="single"), card, policies=["offload+tile(loss)"])
-    assert 0.8 * card.budgets(None, None)[1] < found.estimate.host_bytes <= card.host_memory
+    _, host = card.budgets(None, None)
+    assert 0.8 * host < found.estimate.host_bytes <= host
     longer = lowtide.plan(CONFIG, tokens=int(found.most * 1.3), device=card, policy="offload+tile(loss)")
     assert "of host memory" in longer.candidates[0].limit
 

@@ -26,8 +26,10 @@ POLICIES = (
     "recompute",
     "recompute+tile(loss)",
     "recompute+offload+tile(loss)",
+    "recompute+offload+tile(mlp)",
     "recompute+offload+tile",
 )
+"""Those whose tiling the model takes are looked at: `tile(mlp)` alone is for models that tile no loss."""
 _STEP = {"tokens": 1024, "batch_size": 1}
 _FIRST = {"tokens": (2048, 8192), "batch_size": (1, 2)}
 _ROUNDS = 8
@@ -76,11 +78,17 @@ def find_longest(
             candidate = judged(estimate, limit, host_limit, margins_for(asked, accelerator))
             return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), estimate
 
+        if policies is POLICIES:
+            policies = [policy for policy in POLICIES if _tiling_of(policy) in studio.facts.tilings]
         for place, policy in enumerate(policies):
             if progress is not None:
                 progress(policy, place, len(policies))
             found.append(_search(policy, needed, figure))
     return found
+
+
+def _tiling_of(policy: str) -> str:
+    return next((word for word in policy.split("+") if word.startswith("tile")), "")
 
 
 def _search(policy: str, needed: Needed, figure: str) -> Longest:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
     """Told what is being looked at, how many looks are done, and how many there are."""
 
-TILINGS = ("", "tile(loss)", "tile")
 _ROUNDS = 5
 """How many of the solver's choices are simulated, at most."""
 
@@ -125,18 +124,17 @@ class _Planner:
         self._exact = exact
         self._progress = progress or (lambda *_: None)
         self._margins = margins_for(job, accelerator)
-        self._done = 0
-        self._total = len(TREATMENTS) * len(TILINGS) + len(TILINGS) + 1
+        self._done, self._total = 0, 1
 
     def one(self, policy: str) -> Plan:
         """Just this policy."""
-        self._total = 1
         self._tell(policy)
         candidate = self._judge(policy, exact=True)
         return self._plan([candidate], candidate if candidate.fits else None)
 
     def all(self) -> Plan:
         """Every uniform policy, and the best mixture of them."""
+        self._total = (len(TREATMENTS) + 1) * len(self._studio.facts.tilings) + 1
         uniform = self._uniform()
         mixed = list(self._mixtures(uniform))
         candidates = [*uniform, *(candidate for candidate in mixed if candidate.fits)]
@@ -145,7 +143,7 @@ class _Planner:
 
     def _uniform(self) -> list[Candidate]:
         """Every treatment with every tiling, in as many processes as there are lanes."""
-        policies = [joined(treatment, tile) for tile in TILINGS for treatment in TREATMENTS]
+        policies = [joined(treatment, tile) for tile in self._studio.facts.tilings for treatment in TREATMENTS]
         lanes = [[policy for policy in policies if lane_of(policy) == lane] for lane in range(LANES)]
         pool = concurrent.futures.ThreadPoolExecutor(LANES)
         try:
@@ -165,9 +163,9 @@ class _Planner:
         """
         fastest = min((c.estimate.seconds for c in uniform if c.fits), default=math.inf)
         loose = max(c.estimate.needed_bytes - c.estimate.peak_bytes for c in uniform)
-        budgets = dict.fromkeys(TILINGS, self._budget - self._margins.total - loose)
+        budgets = dict.fromkeys(self._studio.facts.tilings, self._budget - self._margins.total - loose)
         choices: dict[str, Choice | None] = {}
-        for tile in TILINGS:
+        for tile in budgets:
             self._tell(f"mixing policies{f' with {tile}' if tile else ''}")
             choices[tile] = self._choose(tile, budgets[tile])
         for _ in range(_ROUNDS):
@@ -233,7 +231,13 @@ class _Planner:
                 f"offload may take {format_bytes(self._host_budget)} of host memory per rank: say with host_budget "
                 "(--host-budget) what there is"
             )
-        longest = self._studio.facts.longest
+        facts = self._studio.facts
+        if len(candidates) > 1 and "tile" not in facts.tilings:
+            notes.append(
+                f"not all of {facts.model_class} can be tiled: it has no MLPs as modules of their own, or makes its "
+                "loss otherwise than transformers' models do of labels"
+            )
+        longest = facts.longest
         if longest is not None and (self._job.tokens or 0) > longest:
             notes.append(
                 f"{self._job.tokens} tokens are more than the {longest} positions that the model's configuration names"

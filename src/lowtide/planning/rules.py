@@ -9,9 +9,10 @@ from lowtide.policy import Policy
 
 
 def as_policy(treatments: dict[str, str], tile: str) -> Policy:
-    """A policy that gives every region its treatment, with `tile` (`""`, `"tile(loss)"` or `"tile"`) in all of them."""
+    """A policy that gives every region its treatment, with a tiling (or `""`) in all of them."""
     usual = collections.Counter(treatments.values()).most_common(1)[0][0]
-    tile_of_a_region = "tile(mlp)" if tile == "tile" else ""  # a model has one loss, which no rule can name
+    # a model has one loss, which no rule can name
+    tile_of_a_region = "" if tile in ("", "tile(loss)") else "tile(mlp)"
     rules = [f"{glob}: {joined(treatment, tile_of_a_region)}" for glob, treatment in _globs(treatments, usual)]
     return Policy.parse("; ".join([joined(usual, tile), *rules]))
 

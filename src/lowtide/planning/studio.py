@@ -9,6 +9,8 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+from lowtide.errors import NoRegionError
+from lowtide.losses.head_loss import count_classes
 from lowtide.planning.batches import make_batch, put_on
 from lowtide.planning.estimate import Estimate, carried_on, exact_estimate
 from lowtide.planning.layers import find_stack, shorten
@@ -18,7 +20,7 @@ from lowtide.planning.rules import joined
 from lowtide.planning.step import simulate
 from lowtide.planning.whole import Whole
 from lowtide.policy import Policy
-from lowtide.regions import find_regions
+from lowtide.regions import find_head, find_mlps, find_regions
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,8 @@ class Facts:
     regions: list[str]
     longest: int | None
     """The longest sequence that the model was made for, if its configuration says so."""
+    tilings: list[str]
+    """What of it can run in tiles, as words of a policy; the first is none."""
 
 
 class Studio:
@@ -63,6 +67,7 @@ class Studio:
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
+            tilings=tilings_of(model),
         )
         self._recorded = functools.cache(self._record)
 
@@ -95,6 +100,17 @@ class Studio:
 
     def _make_batch(self, model: nn.Module, device: torch.device) -> Any:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
+
+
+def tilings_of(model: nn.Module) -> list[str]:
+    """The tilings that a model takes: of its loss if it has a head as transformers' have, of MLPs if it has some."""
+    try:
+        has_loss = count_classes(find_head(model).module) > 0
+    except NoRegionError:
+        has_loss = False
+    if not find_mlps(find_regions(model)):
+        return ["", "tile(loss)"] if has_loss else [""]
+    return ["", "tile(loss)", "tile"] if has_loss else ["", "tile(mlp)"]
 
 
 def _class_name(model: object) -> str:
