@@ -8,7 +8,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 import lowtide
 from lowtide.errors import InvalidValueError
-from lowtide.integrations.accelerate import check_plugin, prepare
+from lowtide.integrations.accelerate import check_fsdp, prepare
 from tiny_models import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,6 +52,6 @@ def test_a_plugin_that_checkpoints_itself_is_refused(setting):
     settings = {"activation_checkpointing": True} | {setting: True}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **settings)
     with pytest.raises(InvalidValueError, match=r"recomputed twice.*fsdp_activation_checkpointing"):
-        check_plugin(plugin)
-    check_plugin(FullyShardedDataParallelPlugin(fsdp_version=2))
-    check_plugin(None)
+        check_fsdp(plugin)
+    check_fsdp(FullyShardedDataParallelPlugin(fsdp_version=2))
+    check_fsdp(None)

@@ -8,14 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
-def torchrun(script: Path, timeout: float = 240) -> str:
+def torchrun(script: Path, *arguments: str, timeout: float = 240) -> str:
     """What a script prints on two ranks."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        [*launch, str(script), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -36,6 +39,9 @@ def test_vision_language_lora():
     )
 
 
-def test_trainer_on_two_ranks_with_its_own_reentrant_checkpointing_asked_for():
-    output = torchrun(HERE / "trainer_on_ranks.py")
+@pytest.mark.parametrize("setup", ["ddp", "zero2", "zero3", "zero3 lora"])
+def test_trainer_on_two_ranks_learns_what_the_plain_model_learns(setup: str):
+    if setup.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'lowtide[deepspeed]'")
+    output = torchrun(HERE / "trainer_on_ranks.py", *setup.split())
     assert sorted(re.findall(r"rank ([01]): recomputes \[3, 3\]", output)) == ["0", "1"]

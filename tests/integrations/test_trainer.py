@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset
 
 import lowtide
@@ -37,7 +39,8 @@ def trainer(folder, **options):
     model, _ = llama()
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
-        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=1, **options.pop("arguments", {}),
+        logging_steps=1, report_to=[], disable_tqdm=True, seed=1,
+        **{"save_strategy": "no", **options.pop("arguments", {})},
     )  # fmt: skip
     return transformers.Trainer(model, arguments, train_dataset=dataset(), **options)
 
@@ -90,6 +93,29 @@ def test_figures_reach_reporters(tmp_path):
     assert "lowtide/recomputes" in one.state.log_history[0]
     with pytest.raises(InvalidValueError, match="already"):
         attach(one)
+
+
+def test_a_run_resumes_under_another_policy(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    expected = trained(trainer(tmp_path / "plain"))
+    trainer(tmp_path / "run", arguments=saving, callbacks=[LowtideCallback("recompute")]).train()
+    resumed = trainer(tmp_path / "run", arguments=saving, callbacks=[LowtideCallback("recompute(every=2)")])
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert_same([p.detach() for p in resumed.model.parameters()], expected)
+    loaded = type(resumed.model).from_pretrained(tmp_path / "run/checkpoint-3")
+    assert_same([p.detach() for p in loaded.parameters()], expected)
+
+
+def test_checkpointing_of_fsdp_is_refused(tmp_path):
+    one = trainer(tmp_path, callbacks=[LowtideCallback("recompute")])
+    one.args.fsdp_config = {"activation_checkpointing": True}
+    with pytest.raises(InvalidValueError, match="recomputed twice"):
+        one.train()
+    other = trainer(tmp_path)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    other.accelerator.state = SimpleNamespace(fsdp_plugin=plugin)
+    with pytest.raises(InvalidValueError, match="recomputed twice"):
+        attach(other, "recompute")
 
 
 def test_a_policy_is_checked_when_the_callback_is_made():

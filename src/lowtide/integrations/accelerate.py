@@ -8,14 +8,13 @@ plugin that checkpoints activations itself would recompute every block twice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lowtide
 from lowtide.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from accelerate import Accelerator
     from torch import nn
 
@@ -26,16 +25,16 @@ def prepare(
     accelerator: Accelerator, policy: Policy | str | Mapping[str, Any], model: nn.Module, *others: Any, **options: Any
 ) -> Any:
     """The model under a policy, and the others, as `accelerator.prepare` returns them."""
-    check_plugin(accelerator.state.fsdp_plugin if hasattr(accelerator.state, "fsdp_plugin") else None)
+    check_fsdp(getattr(accelerator.state, "fsdp_plugin", None))
     lowtide.apply(model, policy, **options)
     return accelerator.prepare(model, *others)
 
 
-def check_plugin(plugin: Any) -> None:
-    """Refuse an FSDP plugin whose own checkpointing is on."""
-    for setting in ("activation_checkpointing", "activation_checkpointing_offload"):
-        if getattr(plugin, setting, False):
+def check_fsdp(settings: Any) -> None:
+    """Refuse FSDP's own checkpointing, in accelerate's plugin or in a trainer's dictionary."""
+    for name in ("activation_checkpointing", "activation_checkpointing_offload"):
+        if settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, False):
             raise InvalidValueError(
-                f"accelerate's FSDP plugin has {setting}=True: every block would be recomputed twice, and without its "
+                f"FSDP's settings have {name}=True: every block would be recomputed twice, and without its "
                 "random state. Switch it off (fsdp_activation_checkpointing: false) and leave it to Lowtide's policy"
             )

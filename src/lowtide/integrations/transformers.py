@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 import lowtide
 from lowtide.errors import InvalidValueError
+from lowtide.integrations.accelerate import check_fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,8 @@ class LowtideCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The model is there, and wrapped already if it will be: only instances of its blocks change."""
-        del args, state, control
+        del state, control
+        check_fsdp(args.fsdp_config)
         self.applied = lowtide.apply(kwargs["model"], self.policy, regions=self._regions, strict=self._strict)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -78,6 +80,7 @@ def attach(
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, LowtideCallback) for callback in callbacks):
         raise InvalidValueError("this trainer has a LowtideCallback already: remove it, or change its policy")
+    check_fsdp(getattr(trainer.accelerator.state, "fsdp_plugin", None))
     callback = LowtideCallback(policy, **options)
     callbacks.insert(0, callback)
     return callback
