@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import re
 from pathlib import Path
 
 from lowtide.survey import Record
+from lowtide.survey.one import TILED
 from lowtide.survey.summary import summarize
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -69,8 +71,21 @@ def with_table(text: str) -> str:
         default, reentrant = (theirs.by_check.get(f"{mode}: {check}", 0) for mode in ("default", "reentrant"))
         ours_fail = sum(count for name, count in ours.by_check.items() if name.endswith(f": {check}"))
         lines.append(f"| {words} | {default} | {reentrant} | {ours_fail} |")
-    lines.append(f"| refused by name, with the reason | | | {ours.by_status['refused']} |")
+    lines.append(f"| `recompute` is refused by name, with the reason | | | {ours.by_status['refused']} |")
+    lines += ["", what_was_applied(load(record_files()[1]))]
     return _TABLE.sub("\n" + "\n".join(lines) + "\n\n", text)
+
+
+def what_was_applied(ours: list[Record]) -> str:
+    """With which policies Lowtide was judged, and how many architectures took which."""
+    modes = collections.Counter(mode for record in ours if record.status == "audited" for mode in record.verdicts)
+    both, mlp, loss = (modes[policy] for policy in TILED)
+    neither = modes["recompute"] - both - mlp - loss
+    return (
+        f"Lowtide was judged with `recompute`, and with tiles of 8 tokens where the architecture takes them: {both} "
+        f"take `tile`, {mlp} `tile(mlp)` alone, {loss} `tile(loss)` alone, {neither} none, most of which have no head of a "
+        "language model and no MLP as a module of its own. Offload is not part of the zoo: it needs a device."
+    )
 
 
 def page(version: str, name: str, theirs: list[Record], our_name: str, ours: list[Record]) -> str:
@@ -97,6 +112,8 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         "## Lowtide's engine on the same models",
         "",
         *counts(lowtide),
+        "",
+        what_was_applied(ours),
         "",
         *our_failures(ours),
         "",

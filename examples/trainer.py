@@ -1,4 +1,4 @@
-"""transformers' Trainer (TRL's SFTTrainer works the same way) with a Lowtide policy; every reporter gets its figures.
+"""transformers' Trainer with a Lowtide policy; every reporter gets its figures. TRL's SFTTrainer: with tile(mlp).
 
     python examples/trainer.py
     torchrun --nproc-per-node 2 examples/trainer.py

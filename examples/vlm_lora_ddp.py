@@ -68,6 +68,8 @@ def batches(rank: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
+    if DEVICE != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(BACKEND)
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -94,5 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

@@ -14,6 +14,8 @@ import lowtide
 import lowtide.auditing
 import lowtide.planning
 import lowtide.simdevice
+from lowtide.planning.accelerators import load_table
+from lowtide.planning.targets import known_models
 from tiny_models import IS_4
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +37,12 @@ def test_the_plan_tables_show_the_plans():
     assert (DOCS / "plan_tables.md").read_text() == _program("plan_tables").page(
         json.loads((DOCS / "plans.json").read_text())
     )
+
+
+def test_the_page_about_plans_names_all_that_is_known():
+    page = (DOCS / "plan.md").read_text()
+    for what, names in {"GPUs": [row.name for row in load_table()], "models": list(known_models())}.items():
+        assert f"Known {what}: {', '.join(names)}" in page
 
 
 def test_the_reasons_count_the_records():

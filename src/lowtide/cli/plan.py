@@ -81,7 +81,7 @@ def plan(
     One training step of the real model runs through the real engine, on tensors that have shapes and no memory. Exit
     code 0: something fits. 1: nothing does. 2: it could not be planned.
 
-    [bold]lowtide plan Qwen3-VL-4B --tokens 128k --device L40S --ranks 8 --lora 16[/]
+    [bold]lowtide plan Qwen3-VL-4B --tokens 128k --device L40S --ranks 8 --lora 16 --lora-dtype bf16[/]
 
     [bold]lowtide plan Llama-3.1-8B --device H100 --longest[/]
     """

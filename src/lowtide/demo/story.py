@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 PLAIN, THEIRS, OURS = "nothing", "transformers' flag", "lowtide"
 WAYS = {PLAIN: plain, THEIRS: their_flag, OURS: ours}
 STEPS = 6
-FULL_SIZE = {"model": "Qwen3-VL-4B", "tokens": "128k", "device": "L40S", "ranks": 8, "lora": 16}
+FULL_SIZE = {
+    "model": "Qwen3-VL-4B",
+    "tokens": "128k",
+    "device": "L40S",
+    "ranks": 8,
+    "lora": 16,
+    "lora_dtype": "bf16",
+}
 NEXT = f"""\
 $ lowtide plan YOUR_MODEL --tokens 32k --device H100 --lora 16
 >>> applied = lowtide.apply(model, "{POLICY}")  # before DDP
@@ -143,7 +150,7 @@ def _print_checks(console: Console, report: dict[str, Any]) -> None:
 
 def at_full_size(console: Console) -> None:
     """The plan for the model that the small one stands for: no weight is loaded, no GPU is there."""
-    asked = " ".join(f"--{name} {value}" for name, value in FULL_SIZE.items() if name != "model")
+    asked = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in FULL_SIZE.items() if name != "model")
     console.rule("[bold]4  And at full size?", align="left")
     console.print(f"[bold]lowtide plan {FULL_SIZE['model']} {asked}[/]  [dim](about a minute)[/]")
     columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]

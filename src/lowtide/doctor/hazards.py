@@ -160,7 +160,8 @@ _FAULTS = (
         "deepspeed",
         SpecifierSet("<=0.19.8"),
         "TiledFusedLogitsLoss does not scale the head's gradient",
-        "The gradient of the output head is too big by the number of tokens.",
+        "Backward multiplies the hidden states' gradient by what comes from above, and not the head's: a division by "
+        "tokens, gradient accumulation and a GradScaler do not reach the head.",
         "do not train the head with it",
     ),
     _Fault(
