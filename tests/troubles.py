@@ -126,6 +126,13 @@ class ByHand(torch.autograd.Function):
 
 
 @trouble
+def evaluation_mode() -> None:
+    model = llama().eval()
+    lowtide.apply(model, "recompute")
+    model(input_ids=ids(), labels=ids()).loss.backward()
+
+
+@trouble
 def nothing_is_recomputed() -> None:
     model = stack()
     lowtide.apply(model, "recompute")
