@@ -84,7 +84,8 @@ def what_was_applied(ours: list[Record]) -> str:
     return (
         "Lowtide was judged with `recompute`, and with tiles of 8 tokens where the architecture takes them: "
         f"{both} take `tile`, {mlp} `tile(mlp)` alone, {loss} `tile(loss)` alone, {neither} none, most of which have "
-        "no head of a language model and no MLP as a module of its own. Offload is not part of the zoo: it needs a device."
+        "no head of a language model and no MLP as a module of its own. Offload is not part of the zoo: it needs a "
+        "device."
     )
 
 
