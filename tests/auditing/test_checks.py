@@ -115,6 +115,15 @@ def test_a_dropout_that_was_never_built_is_not_switched_on():
     assert report["random state"].evidence["draws"] == 3, "the layers that are there do drop"
 
 
+@pytest.mark.parametrize(("dropout", "verdict"), [(0.0, "not applicable"), (0.2, "pass")])
+def test_attention_draws_with_dropout_only(dropout, verdict):
+    model, batch = net()
+    model.layers = torch.nn.ModuleList(engines.Attention(dropout) for _ in range(3))
+    report = audit(model, batch, configure=Engine(), loss=loss, checks=["random state", "gradient values"])
+    assert report["random state"].verdict == verdict, report
+    assert report["gradient values"].verdict is Verdict.PASS
+
+
 def test_offload_that_is_expected_and_does_not_happen():
     model, batch = net()
     assert failed(audit(model, batch, configure=Engine(), loss=loss, offload=True)) == {"offload"}

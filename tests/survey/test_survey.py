@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import lowtide
 from lowtide import zoo
 from lowtide.auditing import AuditReport, Check, Verdict
 from lowtide.survey import Engine, Record, one, read_records, run, run_survey, survey_one
@@ -123,6 +124,21 @@ def test_values_are_not_judged_if_tiles_draw_numbers_of_their_own(policy, others
         name="random state", mode="m", verdict=Verdict.PASS, summary="s", evidence={"other_draws_in_forward": others}
     )
     assert {c.name: c.verdict.value for c in one._comparable(policy, [*checks, drawn])[:-1]} == expected
+
+
+def test_a_fault_of_tiles_is_not_taken_for_random_numbers(monkeypatch):
+    """The next layer's attention differs by it, and draws nothing."""
+    tiny_models = pytest.importorskip("tiny_models")
+    apply = lowtide.apply
+
+    def broken(model, policy):
+        applied = apply(model, policy)
+        model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *given: given[-1] * 1.1)
+        return applied
+
+    monkeypatch.setattr(lowtide, "apply", broken)
+    report = one._audit_policy(*tiny_models.llama(), one.TILED[0], 0, ["gradient values", "random state"])
+    assert [check.name for check in report.failures] == ["gradient values"], report
 
 
 def test_what_fails_everywhere_is_told_apart():

@@ -188,7 +188,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _draws(func, args, kwargs or {}):
             draws = self.backward_draws if self._calls.in_backward else self.forward_draws
             draws.update(_checksum(tensor) for tensor in tensors)
         if not self._calls.in_backward:
@@ -211,6 +211,17 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if held.is_alive:
                 alive[held.block] += held.nbytes
         return alive
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers. Fused attention and fused recurrent layers are tagged as if they did,
+    but do with dropout only; and their backward is told the numbers that forward drew."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or func._schema.name.endswith("_backward"):
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            return bool(args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value))
+    return True
 
 
 def _checksum(tensor: Tensor) -> int:
