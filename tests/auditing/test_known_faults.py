@@ -136,6 +136,21 @@ def test_checkpoint_wrappers_that_do_not_preserve_the_random_state():
     assert failed(report) == {"configured: gradient values", "configured: random state"}, report
 
 
+@pytest.mark.parametrize("preserves", [True, False])
+def test_checkpoint_wrappers_on_a_model_that_is_judged_as_it_is(preserves):
+    """The wrappers keep a partial of torch's function: the reference must not recompute by it."""
+    model, batch = tiny_models.llama()
+    model.model.layers = torch.nn.ModuleList(
+        checkpoint_wrapper(layer, preserve_rng_state=preserves) for layer in model.model.layers
+    )
+    partials = [layer.checkpoint_fn for layer in model.model.layers]
+    report = audit(model, batch, dropout=0.1, checks=["recomputed", "gradient values", "random state"])
+    wrong = set() if preserves else {"as it is: gradient values", "as it is: random state"}
+    assert failed(report) == wrong, report
+    assert report["recomputed"].verdict is Verdict.PASS
+    assert [layer.checkpoint_fn for layer in model.model.layers] == partials
+
+
 class TestOffload:
     """On the emulated device: bytes leave it, or they do not."""
 

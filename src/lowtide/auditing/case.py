@@ -40,7 +40,7 @@ class Reference:
 
     @staticmethod
     def observe(model: nn.Module, experiment: Experiment) -> Observation:
-        with without_torch_checkpoint():
+        with without_torch_checkpoint(model):
             return observe(model, experiment)
 
     @property

@@ -1,14 +1,15 @@
 """The reference: a copy of the model in which nothing is recomputed.
 
 A copy with its own checkpointing flag off, run while torch's `checkpoint` simply calls its function: so also models
-whose code calls it themselves have a plain run to be compared with. The replacement is in force in this thread's run
-only for as long as the run takes, and every name is put back.
+whose code calls it themselves, or that lie in torch's checkpoint wrappers, have a plain run to be compared with. The
+replacement holds for the whole process, for as long as the run takes, and every name is put back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ def copy_of(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise CannotAuditError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the audit compares "
-            "copies: pass reference=, a second model with the same weights"
+            "copies: pass reference=, a second model with the same weights, and set the model up yourself instead of "
+            "with configure="
         ) from error
 
 
@@ -47,8 +49,9 @@ def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], 
 
 
 @contextlib.contextmanager
-def without_torch_checkpoint() -> Iterator[None]:
-    """Torch's checkpoint calls its function and does nothing else."""
+def without_torch_checkpoint(model: nn.Module) -> Iterator[None]:
+    """Torch's checkpoint calls its function and does nothing else: by any name, and in the partials that the model's
+    modules keep of it (torch's CheckpointWrapper does), to which no name leads."""
     original = torch.utils.checkpoint.checkpoint
     named = set(inspect.signature(original).parameters) - {"function", "args", "kwargs"}
     options = named | {"preserve_rng_state"}  # torch takes it out of its keywords
@@ -56,14 +59,23 @@ def without_torch_checkpoint() -> Iterator[None]:
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
-    places = _holders(original)
-    for module, name in places:
-        setattr(module, name, call)
+    partials = list(_partials(original, model))
+    for holder, name in [*_holders(original), *((module, name) for module, name, _ in partials)]:
+        setattr(holder, name, call)
     try:
         yield
     finally:
-        for module, name in _holders(call):
-            setattr(module, name, original)
+        for module, name, partial in partials:
+            setattr(module, name, partial)
+        for holder, name in _holders(call):
+            setattr(holder, name, original)
+
+
+def _partials(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for module in model.modules():
+        for name, held in vars(module).items():
+            if isinstance(held, functools.partial) and held.func is function:
+                yield module, name, held
 
 
 def _holders(value: Any) -> list[tuple[Any, str]]:

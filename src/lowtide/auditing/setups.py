@@ -20,6 +20,8 @@ TRANSFORMERS: dict[str, dict[str, Any] | None] = {
     "non-reentrant": {"use_reentrant": False},
 }
 """Modes of `gradient_checkpointing_enable`."""
+MODES = ("default", "reentrant")
+"""Those that are judged unless told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +60,14 @@ class Installed:
 def setups_for(
     model: nn.Module, configure: Callable[[nn.Module], Any] | None, modes: Sequence[str] | None
 ) -> list[Setup]:
-    """What to judge. By default the model as it is, or both modes of transformers' own flag if it is off."""
+    """What to judge. By default the model as it is, or both modes of transformers' own flag if nothing is on."""
     if configure is not None:
         if modes is not None:
             raise CannotAuditError("modes are those of transformers' own flag: give them, or configure, not both")
         return [Setup(CONFIGURED, configure)]
     if modes is None:
-        modes = (
-            ("default", "reentrant") if _offers_checkpointing(model) and not is_checkpointing(model) else (AS_IT_IS,)
-        )
+        is_plain = not is_checkpointing(model) and not _is_wrapped(model)
+        modes = MODES if _offers_checkpointing(model) and is_plain else (AS_IT_IS,)
     return [_setup(model, mode) for mode in modes]
 
 
@@ -95,6 +96,11 @@ def _offers_checkpointing(model: nn.Module) -> bool:
 
 def is_checkpointing(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    """Whether blocks lie in torch's checkpoint wrappers: somebody has set the model up."""
+    return any("_checkpoint_wrapped_module" in module._modules for module in model.modules())
 
 
 def disable(model: nn.Module) -> None:
