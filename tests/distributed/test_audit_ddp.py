@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from launcher import run_ranks
+from launcher import run_ranks, with_backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from lowtide import simdevice
+from lowtide.auditing import parallel
 
 
 class Opaque:
@@ -55,3 +58,54 @@ def test_an_output_that_hides_the_loss_from_a_static_graph():
         assert found["ranks agree"] == "fail"
         assert found["gradient values"] == "fail"
         assert found["recomputed"] == "pass"
+
+
+class Branching(Net):
+    """Some batches leave a part of it out."""
+
+    def __init__(self) -> None:
+        super().__init__(is_opaque=False)
+        self.tower = nn.Linear(16, 16)
+
+    def forward(self, x, with_tower=False):
+        return super().forward(self.tower(x) if with_tower else x)
+
+
+def enable_sim() -> str:
+    simdevice.enable(on_violation="raise")
+    return "cpu:gloo,sim:sim_gloo"
+
+
+@with_backend(enable_sim)
+def verdicts_of_a_tower(rank: int, dtype: torch.dtype) -> dict[str, str]:
+    net = Branching().to("sim", dtype)
+    lowtide.apply(net, "recompute")
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    torch.manual_seed(rank)
+    batch = {"x": torch.randn(8, 16).to("sim", dtype), "with_tower": rank == 0}
+    report = lowtide.audit(model, batch, checks=["recomputed", "gradients present", "gradient values", "ranks agree"])
+    return {check.name: check.verdict.value for check in report.checks}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_parameter_that_one_rank_alone_uses(dtype):
+    for found in run_ranks(verdicts_of_a_tower, dtype):
+        assert set(found.values()) == {"pass"}, found
+
+
+def bits_that_differ(rank: int) -> list[str]:
+    sign = 1 - 2 * rank
+    gradients = {
+        "swapped": torch.tensor([1.0, 2.0]) if rank else torch.tensor([2.0, 1.0]),
+        "opposite": torch.full((3,), float(sign)),
+        "on one rank": torch.ones(2) if rank else None,
+        "equal": torch.ones(2),
+        "equal, and no number": torch.tensor([float("nan"), 1.0]),
+        "on no rank": None,
+    }
+    return parallel.differ_between_ranks(gradients)
+
+
+def test_ranks_agree_bit_by_bit():
+    for found in run_ranks(bits_that_differ):
+        assert found == ["swapped", "opposite", "on one rank"]

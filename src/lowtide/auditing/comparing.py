@@ -8,7 +8,7 @@ A gradient that is None in one run and zero in the other is the same gradient: a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import zlib
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, to
 """Relative, by dtype: a few hundred roundings for single and double precision, a few for half."""
 NOISE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the model's largest gradient: below it a gradient is rounding."""
+_TINY = 1e-30
 
 
 @dataclasses.dataclass
@@ -43,43 +44,40 @@ class Comparison:
         self.gained = [name for name in self.gained if name not in names]
         self.different = {name: error for name, error in self.different.items() if name not in names}
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def compare(
-    expected: dict[str, Tensor | None], found: dict[str, Tensor | None], own_errors: dict[str, float] | None = None
+    expected: dict[str, Tensor | None], found: dict[str, Tensor | None], own_errors: dict[str, float]
 ) -> Comparison:
     """`own_errors`: what the reference differs by from its own rerun."""
     result = Comparison()
     largest = largest_of(expected)
     for name, reference in expected.items():
         candidate = found.get(name)
-        if _is_nothing(reference) and _is_nothing(candidate):
+        if is_nothing(reference) and is_nothing(candidate):
             continue
         if reference is not None and candidate is not None and _same_bits(reference, candidate):
             continue
         result.identical = False
         floor = NOISE.get(_dtype(reference, candidate), 1e-6) * largest
-        _judge(result, name, reference, candidate, floor=floor, own=(own_errors or {}).get(name, 0.0))
+        _judge(result, name, reference, candidate, floor=floor, own=own_errors.get(name, 0.0))
     return result
 
 
 def _judge(
     result: Comparison, name: str, reference: Tensor | None, candidate: Tensor | None, *, floor: float, own: float
 ) -> None:
-    size, difference = _size(reference), _difference(reference, candidate)
+    size, difference = size_of(reference), _difference(reference, candidate)
     if difference <= floor:
         result.largest_error = max(result.largest_error, difference / max(size, floor))
         result.noise.append(name)
         return
-    if _is_nothing(candidate):
+    if is_nothing(candidate):
         result.lost.append(name)
         return
-    if _is_nothing(reference):
+    if is_nothing(reference):
         result.gained.append(name)
         return
-    error = difference / size
+    error = difference / max(size, _TINY)  # no finite number but zero beside NaN: a size of zero
     result.largest_error = max(result.largest_error, error)
     if error > max(TOLERANCES.get(_dtype(reference, candidate), 1e-4), 4 * own):
         result.different[name] = error
@@ -90,17 +88,18 @@ def _judge(
 def errors_of(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> dict[str, float]:
     """Relative errors by name, for a noise floor."""
     return {
-        name: _difference(reference, found.get(name)) / max(_size(reference), 1e-30)
+        name: _difference(reference, found.get(name)) / max(size_of(reference), _TINY)
         for name, reference in expected.items()
-        if not _is_nothing(reference)
+        if not is_nothing(reference)
     }
 
 
 def largest_of(gradients: dict[str, Tensor | None]) -> float:
-    return max((_size(gradient) for gradient in gradients.values()), default=0.0)
+    return max((size_of(gradient) for gradient in gradients.values()), default=0.0)
 
 
-def _is_nothing(gradient: Tensor | None) -> bool:
+def is_nothing(gradient: Tensor | None) -> bool:
+    """None or zero, which is the same gradient."""
     return gradient is None or not bool(gradient.any())
 
 
@@ -116,17 +115,25 @@ def _finite(tensor: Tensor) -> Tensor:
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _size(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None or not gradient.numel() else float(_finite(gradient).abs().max())
+def size_of(tensor: Tensor | None) -> float:
+    """The largest of the finite numbers."""
+    return 0.0 if tensor is None or not tensor.numel() else float(_finite(tensor).abs().max())
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return max(_size(one), _size(other))
+    if one is None or other is None:  # none is zero, and zero is finite
+        there = other if one is None else one
+        return size_of(there) if there is None or bool(torch.isfinite(there).all()) else float("inf")
     if not _same_holes(one, other):
         return float("inf")
-    return _size(_finite(one).double() - _finite(other).double())
+    return size_of(_finite(one).double() - _finite(other).double())
 
 
 def _dtype(*gradients: Tensor | None) -> torch.dtype:
     return next(gradient.dtype for gradient in gradients if gradient is not None)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of all bits, so that what is compared need not be kept or sent."""
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return zlib.crc32(raw.tobytes())

@@ -15,8 +15,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import weakref
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.auditing.comparing import checksum
 from lowtide.auditing.names import named_modules, named_parameters
 from lowtide.auditing.stacks import ancestors
 
@@ -63,7 +62,7 @@ class Calls:
         self.begun: set[str] = set()
         """Blocks that a recomputation began with; others were run again as parts of them, or after them."""
         self._run_again: set[str] = set()
-        self._model = weakref.ref(model)
+        self._modules = dict(named_modules(model))
         self._blocks = set(blocks)
         self._children: dict[str, list[str]] = {}
         self._running: list[str] = []
@@ -84,11 +83,9 @@ class Calls:
         return self._running[-1] if self._running else ""
 
     def __enter__(self) -> Self:
-        model = self._model()
-        modules = dict(named_modules(model)) if model is not None else {}
-        for name in modules:
+        for name in self._modules:
             self._children.setdefault(name.rpartition(".")[0], []).append(name)
-        for name, module in modules.items():
+        for name, module in self._modules.items():
             before = functools.partial(self._before, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             if name in self._blocks:
@@ -190,7 +187,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         if _draws(func, args, kwargs or {}):
             draws = self.backward_draws if self._calls.in_backward else self.forward_draws
-            draws.update(_checksum(tensor) for tensor in tensors)
+            draws.update(checksum(tensor) for tensor in tensors)
         if not self._calls.in_backward:
             for tensor in tensors:
                 self._remember(tensor)
@@ -222,11 +219,6 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if argument.name in ("dropout_p", "dropout"):
             return bool(args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value))
     return True
-
-
-def _checksum(tensor: Tensor) -> int:
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return zlib.crc32(raw.tobytes())
 
 
 class Accumulations:
