@@ -1,6 +1,7 @@
 """One training step, observed: forward, loss, backward, from the same weights, buffers and random state each time.
 
-The model is left as it was: gradients, buffers, mode and the caller's random state are put back.
+The model is left as it was: gradients, buffers, mode and the caller's random state are put back. Only the CPU and the
+devices that the model is on are seeded.
 """
 
 from __future__ import annotations
@@ -50,10 +51,6 @@ class Observation:
     in_graph: set[str]
 
     @property
-    def recomputed(self) -> set[str]:
-        return {name for name, calls in self.backward_calls.items() if calls}
-
-    @property
     def total_held(self) -> int:
         return sum(self.held_bytes.values())
 
@@ -84,11 +81,11 @@ class Experiment:
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         modes = [(module, module.training) for module in model.modules()]
-        with _random_state(model), _dropout(model, self.dropout):
+        with _random_state(model) as devices, _own_buffers(model), _dropout(model, self.dropout):
             model.train()
             for parameter, _ in gradients:
                 parameter.grad = None
-            _set_seed(self.seed)
+            _set_seed(self.seed, devices)
             try:
                 yield
             finally:
@@ -168,9 +165,27 @@ def _copied(gradient: Tensor | None) -> Tensor | None:
     return whole.detach().clone()
 
 
-def _set_seed(seed: int) -> None:
+@contextlib.contextmanager
+def _own_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers that forward replaces come back. And what else their module remembers: RoPE replaces its frequencies and
+    writes down for which length."""
+    held = [(module, dict(module._buffers), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers, attributes in held:
+            if any(module._buffers.get(name) is not buffer for name, buffer in buffers.items()):
+                module._buffers.update(buffers)
+                vars(module).update(attributes)
+
+
+def _set_seed(seed: int, devices: list[torch.device]) -> None:
+    """Not by `torch.manual_seed`, which seeds every device of the machine."""
     random.seed(seed)
-    torch.manual_seed(seed)  # every device's, too
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        state = torch.Generator(device).manual_seed(seed).get_state()
+        torch.get_device_module(device).set_rng_state(state, device)
     with contextlib.suppress(ImportError):
         import numpy as np
 
@@ -178,14 +193,15 @@ def _set_seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _random_state(model: nn.Module) -> Iterator[None]:
-    device = device_of(model)
-    devices = [] if device.type == "cpu" else [device.index or 0]
+def _random_state(model: nn.Module) -> Iterator[list[torch.device]]:
+    """Puts back Python's, NumPy's, the CPU's and that of the devices that the model is on; hands out these devices."""
+    kind = device_of(model).type
+    devices = sorted({p.device for p in model.parameters() if p.device.type == kind != "cpu"}, key=str)
     python = random.getstate()
     numpy = _numpy_state()
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
         try:
-            yield
+            yield devices
         finally:
             random.setstate(python)
             if numpy is not None:
