@@ -93,6 +93,21 @@ def test_a_parameter_that_one_rank_alone_uses(dtype):
         assert set(found.values()) == {"pass"}, found
 
 
+def verdicts_of_a_lost_tower(rank: int) -> str:
+    net = Branching()
+    net.tower.weight.register_hook(torch.zeros_like)
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    batch = {"x": torch.ones(8, 16), "with_tower": rank == 0}
+    report = lowtide.audit(model, batch, checks=["gradients present"])
+    return report["gradients present"].summary
+
+
+def test_ranks_agree_on_a_parameter_that_one_of_them_uses():
+    """On the other one, the gradient is not zero by mathematics: its batch says nothing about it."""
+    first, second = run_ranks(verdicts_of_a_lost_tower)
+    assert first == second == "1 parameters lose their gradient: tower.weight"
+
+
 def bits_that_differ(rank: int) -> list[str]:
     sign = 1 - 2 * rank
     gradients = {

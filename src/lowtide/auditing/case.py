@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.auditing.comparing import compare, errors_of, largest_of
+from lowtide.auditing.comparing import compare, errors_of, is_nothing, largest_of
 from lowtide.auditing.names import named_parameters
 from lowtide.auditing.parallel import averaged, is_parallel
 from lowtide.auditing.plain import copy_of, without_torch_checkpoint
@@ -19,7 +19,7 @@ from lowtide.auditing.verdicts import Check, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from lowtide.auditing.comparing import Comparison
     from lowtide.auditing.setups import Installed, Setup
@@ -35,8 +35,14 @@ class Reference:
         self._with_only: dict[frozenset[str], Observation] = {}
         self.first = self.observe(model, experiment)
         self.own_errors = errors_of(self.first.gradients, self.observe(model, experiment).gradients)
+        self._of_other_ranks: set[str] = set()
         if on_all_ranks:
-            self.first.gradients = averaged(self.first.gradients)
+            self._average()
+
+    def _average(self) -> None:
+        own, average = self.first.gradients, averaged(self.first.gradients)
+        self._of_other_ranks = {name for name in own if is_nothing(own[name]) and not is_nothing(average[name])}
+        self.first.gradients = average
 
     @staticmethod
     def observe(model: nn.Module, experiment: Experiment) -> Observation:
@@ -60,16 +66,20 @@ class Reference:
 
     @functools.cached_property
     def zero_by_mathematics(self) -> set[str]:
-        """Parameters whose gradient vanishes in double precision: what single precision computes is rounding."""
-        twin = copy_of(self.model).double()
-        batch = _doubled(self.experiment.batch)
-        gradients = self.observe(twin, dataclasses.replace(self.experiment, batch=batch)).gradients
-        largest = largest_of(gradients)
-        return {
-            name
-            for name, gradient in gradients.items()
-            if gradient is None or float(torch.nan_to_num(gradient).abs().max()) <= 1e-11 * largest
-        }
+        """Parameters whose gradient vanishes in double precision: what single precision computes is rounding.
+
+        Empty if the model cannot run so: then the noise floor alone decides. And a rank whose batch leaves a parameter
+        out says nothing about it: others have the gradient.
+        """
+        try:
+            twin = copy_of(self.model).double()
+            batch = _doubled(self.experiment.batch)
+            gradients = self.observe(twin, dataclasses.replace(self.experiment, batch=batch)).gradients
+        except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
+            return set()
+        floor = 1e-11 * largest_of(gradients)
+        zeros = {name for name, gradient in gradients.items() if _vanishes(gradient, floor)}
+        return zeros - self._of_other_ranks
 
 
 @dataclasses.dataclass
@@ -102,7 +112,7 @@ class Case:
         model = self.source if self.setup.configure is None else copy_of(self.source)
         return self.setup.install(model)
 
-    @property
+    @functools.cached_property
     def recomputed(self) -> set[str]:
         """Modules that ran in backward more often than in the reference's."""
         before = self.plain.backward_calls
@@ -126,17 +136,13 @@ def judged(reference: Reference, expected: Observation, seen: Observation) -> tu
     suspects = comparison.suspects
     if not suspects:
         return comparison, []
-    zeros = sorted(set(suspects) & _zeros(reference))
+    zeros = sorted(set(suspects) & reference.zero_by_mathematics)
     comparison.acquit(set(zeros))
     return comparison, zeros
 
 
-def _zeros(reference: Reference) -> set[str]:
-    """Empty if the model cannot run in double precision: then the noise floor alone decides."""
-    try:
-        return reference.zero_by_mathematics
-    except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
-        return set()
+def _vanishes(gradient: Tensor | None, floor: float) -> bool:
+    return gradient is None or not gradient.numel() or bool(gradient.abs().max() <= floor)
 
 
 def _doubled(batch: Any) -> Any:
