@@ -236,6 +236,40 @@ class CannotBePickled(HooksAgainAndAgain):
         return Engine.__call__(self, model)
 
 
+class Torn:
+    """A hook that is written, and cannot be read again."""
+
+    def __call__(self, module, args, output):
+        pass
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return int, ("torn",)
+
+
+class CannotBeUnpickled(CannotBePickled):
+    def __call__(self, model):
+        if not model._forward_hooks:
+            model.register_forward_hook(Torn())
+        return Engine.__call__(self, model)
+
+
+class RefusesWithoutAWord(Engine):
+    """Compares versions itself."""
+
+    def run(self, function, index, args, kwargs):
+        def unpack(packed):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unpack):
+            return super().run(function, index, args, kwargs)
+
+
 class LosesTheInPlaceCheck(Engine):
     def run(self, function, index, args, kwargs):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):

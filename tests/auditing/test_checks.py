@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+
 import engines
 import pytest
 import torch
@@ -21,6 +24,7 @@ FAULTS = [
     (engines.CannotBeUndone, {"reversible"}),
     (engines.HooksAgainAndAgain, {"idempotent"}),
     (engines.CannotBePickled, {"copy and pickle"}),
+    (engines.CannotBeUnpickled, {"copy and pickle"}),
     (engines.LosesTheInPlaceCheck, {"in-place changes"}),
     (engines.HoldsWhatItRestored, {"offload"}),
     (engines.Reentrant, {"DDP readiness", "adapters on a frozen base"}),
@@ -36,6 +40,7 @@ def failed(report) -> set[str]:
     [
         (Engine, {}),
         (Engine, {"scaled": True}),
+        (engines.RefusesWithoutAWord, {}),
         (engines.Offloads, {}),
         (engines.Offloads, {"scaled": True}),
         (engines.Offloads, {"by_keyword": True}),
@@ -129,11 +134,63 @@ def test_offload_that_is_expected_and_does_not_happen():
     assert failed(audit(model, batch, configure=Engine(), loss=loss, offload=True)) == {"offload"}
 
 
+class Expert(engines.Block):
+    """One of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(engines.WIDTH, engines.WIDTH)])
+
+    def forward(self, x):
+        return self.experts[0](super().forward(x))
+
+
 def test_nothing_is_proved_by_gradients_that_are_all_zero():
     model, batch = net()
+    model.layers = torch.nn.ModuleList(Expert() for _ in range(3))
     report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * 0)
     assert report["gradients present"].verdict is Verdict.INCONCLUSIVE
     assert report["gradient values"].verdict is Verdict.INCONCLUSIVE
+    assert report["experts"].verdict is Verdict.INCONCLUSIVE
+
+
+class Masked(engines.Net):
+    """Scores of what cannot be chosen are infinite."""
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return {"logits": logits, "scores": logits.index_fill(-1, torch.tensor([0]), float("-inf"))}
+
+
+def test_an_infinite_output_hides_no_difference():
+    options = {"loss": lambda outputs: loss(outputs["logits"]), "checks": ["outputs"]}
+    assert audit(Masked(), net()[1], configure=Engine(), **options).ok
+    report = audit(Masked(), net()[1], configure=engines.ChangesTheOutput(), **options)
+    assert "scores" in report["outputs"].evidence["different"], report
+
+
+class Expanded(engines.Net):
+    """Each layer gets one row in the place of all: memory that cannot be changed in place."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x.mean(0, keepdim=True).expand(len(ids), -1))
+        return self.head(x)
+
+
+def test_an_input_that_nobody_can_change_in_place():
+    report = audit(Expanded(), net()[1], configure=Engine(), loss=loss, checks=["in-place changes"])
+    assert report["in-place changes"].verdict is Verdict.NOT_APPLICABLE, report
+
+
+def test_a_model_whose_gradients_vary_does_not_act_twice():
+    model, batch = net()
+    noise = itertools.cycle([1, 1.002])
+    report = audit(
+        model, batch, configure=Engine(), loss=lambda logits: loss(logits) * next(noise), checks=["idempotent"]
+    )
+    assert report.ok, report
 
 
 def test_a_reference_that_is_never_the_same_twice():
@@ -164,6 +221,30 @@ def test_a_loss_that_is_cut_off():
     report = audit(engines.Bare(), (torch.randn(4, engines.WIDTH),), configure=engines.Reentrant())
     assert failed(report) == {"gradients present"}, report
     assert "no parameter gets a gradient" in report["gradients present"].summary
+
+
+class Single(engines.Net):
+    """There is but one of it."""
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError("one is enough")
+
+
+def test_a_model_that_cannot_be_copied():
+    torch.manual_seed(0)
+    model, (twin, batch) = Single(), net()
+    with pytest.raises(CannotAuditError, match=r"cannot be copied.* set the model up yourself"):
+        audit(model, batch, configure=Engine(), reference=twin, loss=loss)
+    Engine()(model)
+    report = audit(model, batch, reference=twin, loss=loss, checks=["recomputed", "gradient values"])
+    assert report.ok, report
+
+
+def test_a_batch_of_a_tokenizer():
+    """Transformers' BatchEncoding is a mapping, and no dict."""
+    model, (ids,) = net()
+    report = audit(model, collections.UserDict(ids=ids), configure=Engine(), loss=loss, checks=["gradient values"])
+    assert report.ok, report
 
 
 def test_a_set_up_that_raises():

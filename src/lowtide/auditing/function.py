@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from lowtide.auditing.case import Case, Reference
 from lowtide.auditing.checks import ddp, frozen, gradients, in_place, lifecycle, memory, outcome, recompute
-from lowtide.auditing.errors import CannotAuditError
+from lowtide.auditing.errors import CannotAuditError, NoGradientError
 from lowtide.auditing.parallel import is_parallel
 from lowtide.auditing.plain import reference_of
 from lowtide.auditing.setups import setups_for
 from lowtide.auditing.stacks import find_stacks
 from lowtide.auditing.step import Experiment
-from lowtide.auditing.verdicts import AuditReport, Check, Verdict
+from lowtide.auditing.verdicts import RUNS, AuditReport, Check, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,16 @@ CHECKS: dict[str, Callable[[Case], Check]] = {
 """By name, in the order of the report."""
 
 
+@contextlib.contextmanager
+def _warnings_are_no_errors() -> Iterator[None]:
+    """Where warnings are errors, as in strict test suites, a set-up that warns would look like one that raises."""
+    with warnings.catch_warnings():
+        if any(action == "error" for action, *_ in warnings.filters):
+            warnings.simplefilter("default")
+        yield
+
+
+@_warnings_are_no_errors()
 def audit(
     model: nn.Module,
     batch: Any,
@@ -61,7 +72,7 @@ def audit(
     copy of it (an object with `remove()` that it returns is used to undo it); or, for a transformers model whose flag
     is off, its own checkpointing in the given `modes` ("default", "reentrant", "non-reentrant").
 
-    `batch` is a dict of keywords, a tuple of arguments or one tensor. `loss` makes a scalar of the model's outputs;
+    `batch` is a mapping of keywords, a tuple of arguments or one tensor. `loss` makes a scalar of the model's outputs;
     without it their own loss counts, or all outputs. `reference` is a plain twin, or a function that makes a copy so.
     `offload=True` says that bytes should leave the device: then it is a failure if none do. `dropout` sets every
     dropout for the audit, so that random states are tested in models that have none.
@@ -70,36 +81,12 @@ def audit(
 
     The model is left as it was.
     """
-    with _warnings_are_no_errors():
-        return _audit(model, batch, configure, reference, loss, modes, checks, offload, dropout, seed)
-
-
-@contextlib.contextmanager
-def _warnings_are_no_errors() -> Iterator[None]:
-    """Where warnings are errors, as in strict test suites, a set-up that warns would look like one that raises."""
-    with warnings.catch_warnings():
-        if any(action == "error" for action, *_ in warnings.filters):
-            warnings.simplefilter("default")
-        yield
-
-
-def _audit(
-    model: nn.Module,
-    batch: Any,
-    configure: Callable[[nn.Module], Any] | None,
-    reference: nn.Module | Callable[[nn.Module], Any] | None,
-    loss: Callable[[Any], Tensor] | None,
-    modes: Sequence[str] | None,
-    checks: Sequence[str] | None,
-    offload: bool,
-    dropout: float | None,
-    seed: int,
-) -> AuditReport:
     _check_input(model, checks)
     setups = setups_for(model, configure, modes)
     if is_parallel(model) and any(setup.configure is not None for setup in setups):
         raise CannotAuditError("a model inside DDP is judged as it is: set it up, wrap it, then audit it on every rank")
     plain = reference_of(model, reference)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # what tokenizers and processors return is no dict
     experiment = Experiment(batch, loss, tuple(find_stacks(plain)), seed, dropout)
     yardstick = _run_reference(plain, experiment, on_all_ranks=is_parallel(model))
     outcomes: list[Check] = []
@@ -141,10 +128,12 @@ def _judge(case: Case, wanted: Sequence[str] | None) -> list[Check]:
     """All checks of one set-up. A set-up that raises fails; a check that raises later fails by itself."""
     try:
         _ = case.seen
-    except CannotAuditError as error:
+    except NoGradientError as error:
         return [_cut_off(case, error)]
+    except CannotAuditError:
+        raise
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
-        return [_raised(case, "runs", error)]
+        return [_raised(case, RUNS, error)]
     return [_one(case, name, check) for name, check in CHECKS.items() if _is_wanted(case, name, wanted)]
 
 
@@ -158,11 +147,15 @@ def _is_wanted(case: Case, name: str, wanted: Sequence[str] | None) -> bool:
 def _one(case: Case, name: str, check: Callable[[Case], Check]) -> Check:
     try:
         return check(case)
+    except NoGradientError as error:
+        return _raised(case, name, error)
+    except CannotAuditError:
+        raise
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return _raised(case, name, error)
 
 
-def _cut_off(case: Case, error: CannotAuditError) -> Check:
+def _cut_off(case: Case, error: NoGradientError) -> Check:
     """The plain model's loss needs a gradient, this one's does not."""
     return case.check(
         "gradients present",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lowtide.auditing.errors import CannotAuditError
+from lowtide.auditing.errors import NoGradientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ def objective(outputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if value is None:
         value = _of_everything(outputs)
     if not isinstance(value, Tensor) or not value.requires_grad:
-        raise CannotAuditError(
+        raise NoGradientError(
             "the loss needs no gradient: are all parameters frozen, or is the forward run without gradients? "
             "Pass loss=, a function of the model's outputs, if the model returns none"
         )

@@ -7,6 +7,9 @@ import enum
 import json
 from typing import Any
 
+RUNS = "runs"
+"""The check in the place of all others, if a set-up raises before anything can be looked at."""
+
 
 class Verdict(enum.StrEnum):
     PASS = "pass"  # noqa: S105  (a verdict)

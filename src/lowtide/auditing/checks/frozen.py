@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide.auditing.case import judged, only_trained
-from lowtide.auditing.errors import CannotAuditError
+from lowtide.auditing.errors import NoGradientError
 from lowtide.auditing.names import named_modules, some
 from lowtide.auditing.step import observe
 from lowtide.auditing.verdicts import Check, Verdict
@@ -40,7 +40,7 @@ def frozen_base(case: Case) -> Check:
     try:
         with _installed_with(case, names) as model:
             seen = observe(model, case.experiment)
-    except CannotAuditError:  # the loss needs no gradient: none of them is reached
+    except NoGradientError:  # none of them is reached
         return _all_lost(case, names)
     comparison, zeros = judged(case.reference, plain, seen)
     comparison.acquit(set(case.compare(case.seen)[0].suspects))  # wrong without freezing, too: said elsewhere
@@ -50,9 +50,12 @@ def frozen_base(case: Case) -> Check:
             NAME,
             Verdict.FAIL,
             f"{len(comparison.lost)} of {len(names)} adapter weights get no gradient, "
-            f"{len(comparison.different)} a wrong one: {', '.join(some(bad, 3))}",
+            f"{len(comparison.different)} a wrong one"
+            + (f", {len(comparison.gained)} one that the plain model's have not" if comparison.gained else "")
+            + f": {', '.join(some(bad, 3))}",
             remedy=_REMEDY,
             lost=some(comparison.lost),
+            gained=some(comparison.gained),
             different=dict(list(comparison.different.items())[:8]),
             count=len(bad),
         )

@@ -7,6 +7,7 @@ right one.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,8 @@ def refused(case: Case) -> Check:
     finally:
         vandal.handle.remove()
     if not vandal.has_struck:
-        return case.check(NAME, Verdict.NOT_APPLICABLE, f"{block} has no input with a gradient", block=block)
+        what = f"{block} has no input with a gradient that can be changed in place"
+        return case.check(NAME, Verdict.NOT_APPLICABLE, what, block=block)
     comparison = compare(case.seen.gradients, gradients, case.reference.own_errors)
     if comparison.suspects:
         return case.check(
@@ -55,7 +57,7 @@ def refused(case: Case) -> Check:
 def _noticed(case: Case, vandal: Vandal, error: RuntimeError) -> Check:
     if not vandal.has_struck:
         raise error
-    message = str(error).strip().splitlines()[0][:160]
+    message = (str(error).strip().splitlines() or [""])[0][:160]
     return case.check(NAME, Verdict.PASS, f"a change of {vandal.block}'s input is refused", error=message)
 
 
@@ -77,7 +79,9 @@ class Vandal:
             self._input = inputs[0].detach()  # the same memory and version counter, and no graph
 
     def strike(self) -> None:
-        if self._input is not None:
-            self.has_struck = True
-            pattern = torch.arange(self._input.numel(), device=self._input.device).cos()  # no norm takes it out again
+        if self._input is None:
+            return
+        pattern = torch.arange(self._input.numel(), device=self._input.device).cos()  # no norm takes it out again
+        with contextlib.suppress(RuntimeError):  # an expanded input: nobody can change it in place
             self._input.add_(pattern.view_as(self._input).to(self._input.dtype))
+            self.has_struck = True

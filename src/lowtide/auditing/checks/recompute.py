@@ -25,7 +25,7 @@ def recomputed(case: Case) -> Check:
             "recomputed",
             Verdict.NOT_APPLICABLE,
             "no stack of blocks ran with gradients",
-            remedy="judge by memory; or name the blocks if the model has some",
+            remedy="judge by memory",
         )
     if not any(stack["recomputed"] for stack in stacks):
         return _nothing(case, stacks)
