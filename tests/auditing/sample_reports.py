@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowtide.auditing import AuditReport, Check, Verdict
+from lowtide.survey import Record
 
 
 def check(name: str, verdict: Verdict, mode: str = "default", **known) -> Check:
@@ -60,24 +61,22 @@ def failure(name: str, mode: str = "default") -> dict:
     }
 
 
-def record(model_type: str, **known) -> dict:
+def record(model_type: str, **known) -> Record:
     """Of a model that passes, unless told otherwise."""
     passed = {"outputs": "pass", "gradient values": "pass", "experts": "not applicable"}
-    return {
-        "model_type": model_type,
+    usual = {
         "model_class": f"{model_type.title()}Model",
         "engine": "transformers",
         "status": "audited",
-        "why": None,
+        "versions": {},
         "seconds": 1.5,
-        "failures": [],
-        "unconfirmed": [],
         "verdicts": {"default": dict(passed), "reentrant": dict(passed)},
         "command": f"lowtide audit {model_type} --engine transformers",
-    } | known
+    }
+    return Record(model_type=model_type, **(usual | known))
 
 
-def records() -> list[dict]:
+def records() -> list[Record]:
     passed = {"outputs": "pass", "gradient values": "pass", "experts": "not applicable"}
     wrong = {"default": passed | {"gradient values": "fail"}, "reentrant": passed}
     doubtful = {"default": passed | {"outputs": "fail"}, "reentrant": passed}

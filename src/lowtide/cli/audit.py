@@ -224,7 +224,8 @@ def _with_progress(total: int, run: Any) -> list[Record]:
 
 
 def _print_zoo(found: list[Record], output: Format, to: Path | None) -> None:
-    from lowtide.survey.summary import as_html, as_json, as_text
+    from lowtide.survey.page import as_html
+    from lowtide.survey.summary import as_json, as_text
 
     text = {Format.TEXT: as_text, Format.JSON: as_json, Format.HTML: as_html}[output](found)
     if to is not None:

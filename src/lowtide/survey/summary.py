@@ -7,10 +7,13 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.formats.zoo_html import as_zoo_html, fails_everywhere
+from lowtide.auditing.verdicts import RUNS
 
 if TYPE_CHECKING:
     from lowtide.survey.records import Record
+
+_MOST = 0.5
+"""Of the models in which a check was judged; and it must be two at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Summary:
     by_check: dict[str, int]
     """Architectures that fail, by "mode: check"."""
     everywhere: list[str]
-    """Checks that fail for more than half: facts of the library."""
+    """Checks that fail for most models: facts of the library."""
     failing: dict[str, list[str]]
     """By architecture: the checks that it fails, without those that fail everywhere."""
 
@@ -33,8 +36,7 @@ def summarize(records: list[Record]) -> Summary:
     counts: collections.Counter[str] = collections.Counter()
     for record in audited:
         counts.update(f"{failure['mode']}: {failure['name']}" for failure in record.failures)
-    found = fails_everywhere([dataclasses.asdict(record) for record in audited])
-    everywhere = {f"{mode}: {check}" for mode, check in found}
+    everywhere = {f"{mode}: {check}" for mode, check in fails_everywhere(audited)}
     failing = {
         record.model_type: names
         for record in audited
@@ -48,6 +50,13 @@ def summarize(records: list[Record]) -> Summary:
         everywhere=sorted(everywhere),
         failing=failing,
     )
+
+
+def fails_everywhere(records: list[Record]) -> set[tuple[str, str]]:
+    """The checks, by mode, that fail for half of the models or more."""
+    failed = collections.Counter((f["mode"], f["name"]) for record in records for f in record.failures)
+    judged = collections.Counter((mode, c) for r in records for mode, checks in r.verdicts.items() for c in checks)
+    return {key for key, count in failed.items() if count >= max(2, _MOST * judged[key]) and key[1] != RUNS}
 
 
 def _names(record: Record) -> list[str]:
@@ -72,7 +81,3 @@ def as_json(records: list[Record]) -> str:
     data: dict[str, Any] = dataclasses.asdict(summarize(records))
     ordered = sorted(records, key=lambda record: record.model_type)
     return json.dumps({"summary": data, "records": [dataclasses.asdict(record) for record in ordered]})
-
-
-def as_html(records: list[Record]) -> str:
-    return as_zoo_html([dataclasses.asdict(record) for record in records])

@@ -1,7 +1,4 @@
-"""The report as a page: verdicts with their evidence, which blocks ran again, and what each of them held.
-
-The page of the zoo is its own module; both are here to be found.
-"""
+"""The report as a page: verdicts with their evidence, which blocks ran again, and what each of them held."""
 
 from __future__ import annotations
 
@@ -10,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.auditing.formats.memory_chart import memory_chart
-from lowtide.auditing.formats.zoo_html import as_zoo_html
 from lowtide.auditing.verdicts import Verdict
 from lowtide.report_page import render
 
 if TYPE_CHECKING:
     from lowtide.auditing.verdicts import AuditReport, Check
-
-__all__ = ["as_html", "as_zoo_html"]
 
 _TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 _ORDER = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS, Verdict.NOT_APPLICABLE)
