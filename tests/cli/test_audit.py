@@ -10,7 +10,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from typer.testing import CliRunner
 
+import lowtide
+import lowtide.survey
+from lowtide.auditing import CannotAuditError
 from lowtide.cli import app
+from lowtide.survey import Record
 from support import needs_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -109,12 +113,106 @@ def test_what_cannot_be_run_is_exit_code_two_with_one_message(run, target, messa
         ),
         (("--zoo", "--family", "no_such*"), "fits 'no_such*'"),
         (("--zoo", "--format", "junit"), "text, json or html"),
+        (("--zoo", "--policy", "recompute+offload"), "--policy is for one target"),
+        (("--zoo", "--checks", "memory"), "--checks is for one target"),
+        (("--zoo", "--seed", "0"), "--seed is for one target"),
+        (("--zoo", "--device", "cuda"), "--device is for one target"),
+        (("factories_of_a_test:right", "--family", "qwen*"), "--family goes with --zoo"),
+        (("factories_of_a_test:right", "--resume"), "--resume goes with --zoo"),
+        (("factories_of_a_test:right", "--records", "r.jsonl"), "--records goes with --zoo"),
+        (("factories_of_a_test:right", "--workers", "2"), "--workers goes with --zoo"),
+        (("factories_of_a_test:right", "--timeout", "60"), "--timeout goes with --zoo"),
     ],
 )
 def test_options_that_do_not_fit(run, options, message):
     result = run(*options)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize("arguments", [("--zoo",), ("llama",), ("folder/",)])
+def test_without_transformers_one_message_says_what_to_install(run, tmp_path, monkeypatch, arguments):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    for module in ("transformers", "transformers.models.auto.configuration_auto"):
+        monkeypatch.setitem(sys.modules, module, None)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.exception
+    assert "needs transformers" in result.output
+    assert "pip install 'lowtide[hf]'" in result.output
+
+
+def test_weights_that_do_not_fit_are_one_message(run, tmp_path, monkeypatch):
+    import transformers
+
+    def misfit(_):
+        raise RuntimeError("Error(s) in loading state_dict: size mismatch")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", misfit)
+    (tmp_path / "config.json").write_text("{}")
+    result = run(".")
+    assert result.exit_code == 2, result.exception
+    assert "size mismatch" in result.output
+
+
+def test_nothing_proven_is_not_called_zero_failures(run):
+    result = run("factories_of_a_test:right", "--checks", "experts")
+    assert result.exit_code == 1
+    assert "no check passed: nothing is proven" in result.output
+    assert "0 checks failed" not in result.output
+
+
+@needs_zoo
+@pytest.mark.parametrize(
+    ("policy", "dropout"),
+    [("recompute", 0.1), ("recompute+tile(tokens=8)", 0.0), ("recompute; *.0: recompute+tile(mlp, tokens=8)", 0.0)],
+)
+def test_tiles_of_the_zoo_are_judged_without_dropout(run, monkeypatch, policy, dropout):
+    """As the survey does it, whose failures the command repeats: a tile draws masks of its own."""
+    seen = []
+
+    def audit(model, batch, **options):
+        seen.append(options["dropout"])
+        raise CannotAuditError("not now")
+
+    monkeypatch.setattr(lowtide, "audit", audit)
+    run("llama", "--policy", policy)
+    assert seen == [dropout]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["audited", "refused", "not built", "no checkpointing"], 0),
+        (["audited", "failed to run"], 2),
+        (["audited", "timed out"], 2),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_exit_codes_of_the_zoo(run, tmp_path, monkeypatch, statuses, code, fails):
+    def run_survey(names, engine, path, **_):
+        return [one(name, status) for name, status in zip(names, statuses, strict=False)]
+
+    def one(name, status):
+        failures = [{"mode": "default", "name": "memory"}] if fails and status == "audited" else []
+        return Record(model_type=name, engine="lowtide", status=status, versions={}, command="", failures=failures)
+
+    monkeypatch.setattr(lowtide.survey, "run_survey", run_survey)
+    result = run("--zoo", "--engine", "lowtide", "-o", "zoo.txt")
+    assert result.exit_code == (1 if fails else code), result.output
+    assert "written to zoo.txt" in result.stderr
+    assert "model types, engine lowtide" in (tmp_path / "zoo.txt").read_text()
+
+
+def test_the_bar_of_a_resumed_survey_counts_what_is_left(run, tmp_path, monkeypatch):
+    done = Record(model_type="qwen2", engine="lowtide", status="audited", versions={}, command="")
+    other = Record(model_type="qwen3", engine="transformers", status="audited", versions={}, command="")
+    (tmp_path / "r.jsonl").write_text(f"{done.to_json()}\n{other.to_json()}\n")
+    totals = []
+    monkeypatch.setattr(sys.modules["lowtide.cli.audit"], "_with_progress", lambda total, _: totals.append(total) or [])
+    for more in ((), ("--resume",)):
+        run("--zoo", "--engine", "lowtide", "--family", "qwen[23]", "--records", "r.jsonl", *more)
+    assert totals == [2, 1]
 
 
 def test_machine_readable_formats(run, tmp_path):

@@ -86,6 +86,13 @@ def test_the_longest_sequence_of_one_policy(config: str):
     assert run(config, "--device", "T4", "--longest", "--format", "html").exit_code == 2
 
 
+@pytest.mark.parametrize("question", ["--longest", "--largest-batch"])
+def test_exact_is_for_a_plan(config: str, question: str):
+    refused = run(config, "--device", "T4", question, "--exact", "--policy", "recompute")
+    assert refused.exit_code == 2
+    assert "--exact is for a plan" in refused.stderr
+
+
 def test_calibrating_needs_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     result = CliRunner().invoke(app, ["calibrate", "-o", str(tmp_path / "c.json")])

@@ -150,6 +150,14 @@ def test_a_module_that_patches_on_import_is_caught(tmp_path, monkeypatch):
     assert "was replaced by mine" in " ".join(result.output.split())
 
 
+def test_brackets_in_an_error_are_words(tmp_path, monkeypatch):
+    (tmp_path / "lacks_an_extra.py").write_text("raise ImportError(\"pip install 'x[hf]', see [/docs]\")\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    result = doctor("--import", "lacks_an_extra")
+    assert result.exit_code == 2
+    assert "ImportError: pip install 'x[hf]', see [/docs]" in result.output
+
+
 def test_an_import_that_fails_is_one_clear_error():
     result = doctor("--import", "no_such_package")
     assert result.exit_code == 2

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import time
 
 import pytest
+import torch
+from torch import nn
 
 import lowtide
 from lowtide import zoo
-from lowtide.auditing import AuditReport, Check, Verdict
+from lowtide.auditing import AuditReport, CannotAuditError, Check, Verdict
 from lowtide.survey import Engine, Record, one, read_records, run, run_survey, survey_one
 from lowtide.survey.summary import as_json, as_text, summarize
+from lowtide.survey.targets import Target
 from support import needs_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,6 +66,16 @@ def test_a_survey_goes_on_where_it_was_killed(tmp_path):
     assert [r.model_type for r in read_records(path)] == ["clvp_encoder"], "without resume it begins anew"
 
 
+def test_a_survey_leaves_the_records_of_the_other_engine(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(record("llama", engine="lowtide").to_json() + "\n" + record("vit").to_json() + "\n")
+    run_survey(["clvp_encoder"], Engine.TRANSFORMERS, path)
+    assert {(r.model_type, r.engine) for r in read_records(path)} == {
+        ("llama", "lowtide"),
+        ("clvp_encoder", "transformers"),
+    }
+
+
 def dies(model_type, engine, sender):
     import os
 
@@ -80,17 +94,65 @@ def test_a_process_that_dies_or_hangs_costs_one_architecture(tmp_path, monkeypat
     assert why in found.why
 
 
+def report(*failures, mode="default"):
+    checks = [Check(name=name, mode=mode, verdict=Verdict.FAIL, summary="s", remedy="r") for name in failures]
+    return [AuditReport(model="m", checks=checks, blocks={}, seed=0)]
+
+
 @needs_zoo
 def test_a_failure_that_does_not_come_again_is_not_listed(monkeypatch):
-    def report(*failures):
-        checks = [Check(name=name, mode="default", verdict=Verdict.FAIL, summary="s", remedy="r") for name in failures]
-        return [AuditReport(model="m", checks=checks, blocks={}, seed=0)]
-
     answers = iter([report("memory", "outputs"), report("memory")])
     monkeypatch.setattr(one, "audit_specimen", lambda *_, **__: next(answers))
     found = survey_one("llama", Engine.TRANSFORMERS)
     assert [f["name"] for f in found.failures] == ["memory"]
     assert [f["name"] for f in found.unconfirmed] == ["outputs"]
+
+
+@needs_zoo
+def test_a_second_audit_that_cannot_run_loses_no_failure(monkeypatch):
+    def audit_specimen(*_, seed, **__):
+        if seed:
+            raise CannotAuditError("no other batch")
+        return report("memory")
+
+    monkeypatch.setattr(one, "audit_specimen", audit_specimen)
+    found = survey_one("llama", Engine.TRANSFORMERS)
+    assert found.status == "audited"
+    assert [f["name"] for f in found.unconfirmed] == ["memory"]
+    assert found.why == "what failed could not be confirmed: CannotAuditError: no other batch"
+
+
+@needs_zoo
+@pytest.mark.parametrize(
+    ("engine", "mode", "command"),
+    [
+        (Engine.TRANSFORMERS, "reentrant", "lowtide audit llama --engine transformers"),
+        (
+            Engine.LOWTIDE,
+            "recompute+tile(mlp, tokens=8)",
+            "lowtide audit llama --policy 'recompute+tile(mlp, tokens=8)'",
+        ),
+    ],
+)
+def test_a_failure_has_the_command_that_repeats_it(monkeypatch, engine, mode, command):
+    monkeypatch.setattr(one, "audit_specimen", lambda *_, **__: report("memory", mode=mode))
+    assert [f["command"] for f in survey_one("llama", engine).failures] == [command]
+
+
+@needs_zoo
+def test_a_crash_of_our_own_engine_is_a_failure(monkeypatch):
+    original = lowtide.apply
+
+    def apply(model, policy):
+        if "tile" in policy:
+            raise RuntimeError("a tile fell down")
+        return original(model, policy)
+
+    monkeypatch.setattr(lowtide, "apply", apply)
+    found = survey_one("llama", Engine.LOWTIDE)
+    assert [(f["mode"], f["name"]) for f in found.failures] == [("recompute+tile(tokens=8, loss_tokens=8)", "runs")]
+    assert "a tile fell down" in found.failures[0]["summary"]
+    assert found.verdicts["recompute"]["gradient values"] == "pass", "and the other policy is judged"
 
 
 @needs_zoo
@@ -155,3 +217,13 @@ def test_what_fails_everywhere_is_told_apart():
     assert "odd: default: recomputed" in text
     assert "m3" not in text
     assert json.loads(as_json(records))["summary"] == dataclasses.asdict(summary)
+
+
+class Encoded(collections.UserDict):
+    """As a tokenizer or a processor returns it."""
+
+
+def test_a_batch_of_a_tokenizer_goes_to_the_device(sim):
+    target = Target("of a test", nn.Linear(4, 4), Encoded(x=torch.ones(2, 4), names=["a", "b"])).to("sim")
+    assert target.batch["x"].device.type == "sim"
+    assert target.batch["names"] == ["a", "b"]

@@ -11,13 +11,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lowtide.cli.output import COULD_NOT_RUN, give_up, write
+
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
     from lowtide.survey import Record
     from lowtide.survey.targets import Target
 
 _COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow", "not applicable": "dim"}
-COULD_NOT_RUN = 2
+_OF_ONE = ("policy", "checks", "seed", "device")
+_OF_ZOO = ("family", "workers", "timeout", "resume", "records")
+_NO_ANSWER = ("failed to run", "timed out")
+"""Of the zoo's records, those that say nothing about the engine; what is refused or cannot be built has its reason."""
 
 
 class Format(enum.StrEnum):
@@ -34,6 +39,7 @@ class EngineName(enum.StrEnum):
 
 
 def audit(
+    context: typer.Context,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -71,7 +77,7 @@ def audit(
     """Prove that checkpointing is active and that the gradients are right, by running training steps.
 
     Judges anybody's set-up: the model as it is, transformers' own flag, or Lowtide's. Exit code 0: nothing failed.
-    1: a check failed. 2: it could not be run.
+    1: a check failed, or none passed. 2: it could not be run; of the zoo, at least one architecture.
 
     Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
 
@@ -82,15 +88,27 @@ def audit(
     from lowtide.errors import LowtideError
 
     if (target is None) != whole_zoo:
-        _give_up("give one target, or --zoo")
+        give_up("give one target, or --zoo")
+    if whole_zoo:
+        _refuse(context, _OF_ONE, "is for one target: the zoo has its own")
+    else:
+        _refuse(context, _OF_ZOO, "goes with --zoo")
     try:
         if whole_zoo:
             code = _audit_zoo(engine or EngineName.TRANSFORMERS, family, records, workers, timeout, resume, output, to)
         else:
             code = _audit_one(str(target), engine, policy, checks, seed, device, output, to)
     except LowtideError as error:
-        _give_up(str(error))
+        give_up(str(error))
     raise typer.Exit(code)
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """An option that was given and would do nothing."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            give_up(f"--{name} {why}")
 
 
 def _audit_one(
@@ -120,7 +138,9 @@ def _audit_one(
 
 def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dict[str, Any]:
     import lowtide
+    from lowtide.auditing.setups import MODES
     from lowtide.errors import InvalidValueError
+    from lowtide.survey.one import dropout_under
 
     if policy is None and engine is None:
         return {}
@@ -129,21 +149,17 @@ def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dic
     if engine is EngineName.TRANSFORMERS:
         if policy is not None:
             raise InvalidValueError("--policy is for Lowtide's engine: leave out --engine transformers")
-        return {"modes": ("default", "reentrant")}
+        return {"modes": MODES}
     wanted = lowtide.Policy.parse(policy or "recompute")
-    return {"configure": lambda model: lowtide.apply(model, wanted), "offload": wanted.offload is not None}
+    dropout = {"dropout": dropout_under(wanted)} if target.is_specimen else {}
+    return {"configure": lambda model: lowtide.apply(model, wanted), "offload": wanted.offload is not None, **dropout}
 
 
 def _print(report: AuditReport, output: Format, to: Path | None) -> None:
     if output is Format.TEXT and to is None:
         _print_text(report)
-        return
-    text = _formatted(report, output)
-    if to is not None:
-        to.write_text(text)
-        Console(stderr=True).print(f"written to {to}")
     else:
-        typer.echo(text)
+        write(_formatted(report, output), to)
 
 
 def _formatted(report: AuditReport, output: Format) -> str:
@@ -175,8 +191,8 @@ def _print_text(report: AuditReport) -> None:
         )
         if check.verdict == "fail" and check.remedy:
             console.print(f"                 [dim]remedy: {escape(check.remedy)}[/]", soft_wrap=True)
-    failed = len(report.failures)
-    console.print("[green]ok[/]" if report.ok else f"[red]{failed} checks failed[/]")
+    verdict = f"{len(report.failures)} checks failed" if report.failures else "no check passed: nothing is proven"
+    console.print("[green]ok[/]" if report.ok else f"[red]{verdict}[/]")
 
 
 def _audit_zoo(
@@ -192,20 +208,24 @@ def _audit_zoo(
     from lowtide import zoo
     from lowtide.errors import InvalidValueError
     from lowtide.survey import Engine, run_survey
+    from lowtide.survey.records import surveyed
 
     if output not in (Format.TEXT, Format.JSON, Format.HTML):
         raise InvalidValueError(f"the zoo's summary is text, json or html, not {output}")
     wanted = [name for name in zoo.model_types() if fnmatch.fnmatchcase(name, family)]
     if not wanted:
         raise InvalidValueError(f"no model type of the installed transformers fits {family!r}")
+    done = surveyed(records, engine.value) if resume else set()
     found = _with_progress(
-        len(wanted),
+        len([name for name in wanted if name not in done]),
         lambda show: run_survey(
             wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=show
         ),
     )
     _print_zoo(found, output, to)
-    return 1 if any(record.failures for record in found) else 0
+    if any(record.failures for record in found):
+        return 1
+    return COULD_NOT_RUN if any(record.status in _NO_ANSWER for record in found) else 0
 
 
 def _with_progress(total: int, run: Any) -> list[Record]:
@@ -227,13 +247,4 @@ def _print_zoo(found: list[Record], output: Format, to: Path | None) -> None:
     from lowtide.survey.page import as_html
     from lowtide.survey.summary import as_json, as_text
 
-    text = {Format.TEXT: as_text, Format.JSON: as_json, Format.HTML: as_html}[output](found)
-    if to is not None:
-        to.write_text(text)
-    else:
-        typer.echo(text)
-
-
-def _give_up(message: str) -> None:
-    Console(stderr=True).print(f"[red]error[/] {escape(message)}", soft_wrap=True)
-    raise typer.Exit(COULD_NOT_RUN)
+    write({Format.TEXT: as_text, Format.JSON: as_json, Format.HTML: as_html}[output](found), to)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
-import typer
 from rich.console import Console
-from rich.markup import escape
+
+from lowtide.cli.output import give_up
 
 _NEEDED = ("transformers", "peft", "ninja")
+_FAILED = 1
 
 
 def demo() -> None:
@@ -21,15 +22,10 @@ def demo() -> None:
 
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        _fail(f"the demo needs {', '.join(missing)}: pip install 'lowtide[sim,hf]'")
+        give_up(f"the demo needs {', '.join(missing)}: pip install 'lowtide[sim,hf]'", _FAILED)
     from lowtide.demo.story import tell
 
     try:
         tell(Console(highlight=False))
     except LowtideError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> None:
-    Console(stderr=True).print(f"[red]error[/] {escape(message)}", soft_wrap=True)
-    raise typer.Exit(1)
+        give_up(str(error), _FAILED)

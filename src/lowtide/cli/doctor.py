@@ -14,6 +14,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from lowtide.cli.output import give_up
+
 if TYPE_CHECKING:
     from lowtide.doctor import Diagnosis, Hazard
 
@@ -59,9 +61,8 @@ def doctor(
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as error:
-        Console(stderr=True).print(f"[red]error[/] importing {module} failed: {type(error).__name__}: {error}")
-        raise typer.Exit(2) from error
+    except Exception as error:  # noqa: BLE001  whatever a package raises when it is imported
+        give_up(f"importing {module} failed: {type(error).__name__}: {error}")
 
 
 def _print_text(diagnosis: Diagnosis) -> None:

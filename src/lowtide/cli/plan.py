@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lowtide.cli.output import give_up, write
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lowtide.planning import Plan
     from lowtide.planning.longest import Longest
-
-COULD_NOT_RUN = 2
 
 
 class Format(enum.StrEnum):
@@ -113,13 +113,14 @@ def plan(
                 raise InvalidValueError("--longest and --largest-batch are two questions: ask one at a time")
             if output is Format.HTML:
                 raise InvalidValueError("--longest and --largest-batch are answered as text or json")
+            if exact:
+                raise InvalidValueError("--exact is for a plan: --longest and --largest-batch try many sizes without")
             figure = "tokens" if longest else "batch_size"
             code = _longest(model, tokens, settings, limits, policy, figure=figure, cache=cache, output=output, to=to)
         else:
             code = _plan(model, tokens, settings | limits, policy, exact=exact, cache=cache, output=output, to=to)
     except LowtideError as error:
-        Console(stderr=True).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(COULD_NOT_RUN) from None
+        give_up(str(error))
     raise typer.Exit(code)
 
 
@@ -135,9 +136,9 @@ def calibrate(
     try:
         found = measure(to)
     except LowtideError as error:
-        Console(stderr=True).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(COULD_NOT_RUN) from None
-    Console().print(f"{found}\nwritten to {to}: give it to [bold]lowtide plan --calibration {to}[/]")
+        give_up(str(error))
+    path = escape(str(to))
+    Console().print(f"{escape(str(found))}\nwritten to {path}: give it to [bold]lowtide plan --calibration {path}[/]")
 
 
 def _plan(
@@ -159,7 +160,7 @@ def _plan(
     if output is Format.TEXT and to is None:
         _print_plan(found)
     else:
-        _write(_formatted(found, output), to)
+        write(_formatted(found, output), to)
     return 0 if found.fits else 1
 
 
@@ -167,14 +168,6 @@ def _formatted(plan: Plan, output: Format) -> str:
     if output is Format.JSON:
         return plan.to_json()
     return plan.to_html() if output is Format.HTML else str(plan)
-
-
-def _write(text: str, to: Path | None) -> None:
-    if to is None:
-        typer.echo(text)
-    else:
-        to.write_text(text)
-        Console(stderr=True).print(f"written to {to}")
 
 
 def _with_progress(run: Callable[[Callable[[str, int, int], None]], Any]) -> Any:
@@ -269,9 +262,9 @@ def _longest(
     if output is Format.TEXT and to is None:
         _print_longest(found, figure)
     elif output is Format.TEXT:
-        _write("\n".join(f"{row.policy}: {row.most}" for row in found), to)
+        write("\n".join(f"{row.policy}: {row.most}" for row in found), to)
     else:
-        _write(json.dumps([row.to_dict() for row in found], indent=2), to)
+        write(json.dumps([row.to_dict() for row in found], indent=2), to)
     return 0 if any(row.most for row in found) else 1
 
 

@@ -6,6 +6,7 @@ another batch.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import importlib.metadata
@@ -16,14 +17,14 @@ import lowtide
 from lowtide import zoo
 from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, Check, Verdict, audit
 from lowtide.auditing.objective import objective
+from lowtide.auditing.setups import MODES
 from lowtide.errors import CacheError, LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
-from lowtide.survey.records import Record
+from lowtide.survey.records import Record, command_for
 
 if TYPE_CHECKING:
     from torch import nn
 
 DROPOUT = 0.1
-MODES = ("default", "reentrant")
 POLICIES = ("recompute",)
 TILED = (
     "recompute+tile(tokens=8, loss_tokens=8)",
@@ -51,7 +52,7 @@ def survey_one(model_type: str, engine: Engine) -> Record:
         engine=engine.value,
         status="audited",
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "lowtide")},
-        command=f"lowtide audit {model_type} --engine {engine.value}",
+        command=command_for(model_type, engine.value),
     )
     try:
         specimen = zoo.find(model_type)
@@ -85,7 +86,19 @@ def _survey(record: Record, specimen: zoo.Specimen, engine: Engine) -> None:
         record.why = "; ".join(f"{policy} is refused: {why}" for policy, why in refusals.items())
     if any(report.failures for report in reports):
         names = {check.name for report in reports for check in report.failures if check.name in CHECKS}
-        _confirm(record, reports, audit_specimen(specimen, engine, accepted, seed=1, checks=sorted(names)))
+        _confirm(record, reports, _again(record, specimen, engine, accepted, sorted(names)))
+
+
+def _again(
+    record: Record, specimen: zoo.Specimen, engine: Engine, policies: list[str], checks: list[str]
+) -> list[AuditReport]:
+    """With other weights and another batch. If that cannot be run, what failed is unconfirmed, and not forgotten."""
+    try:
+        return audit_specimen(specimen, engine, policies, seed=1, checks=checks)
+    except Exception as error:  # noqa: BLE001  whatever it was, the first audit stands
+        why = f"what failed could not be confirmed: {type(error).__name__}: {error}"
+        record.why = f"{record.why}; {why}" if record.why else why
+        return []
 
 
 def audit_specimen(
@@ -98,9 +111,9 @@ def audit_specimen(
     return [_audit_policy(model, batch, policy, seed, checks) for policy in policies]
 
 
-def _dropout_under(policy: str) -> float:
+def dropout_under(policy: lowtide.Policy) -> float:
     """A tile draws masks of its own, which are others than those of the whole: tiles are judged without."""
-    return 0.0 if "tile" in policy else DROPOUT
+    return 0.0 if any(part.tile for part in (policy, *(rule for _, rule in policy.overrides))) else DROPOUT
 
 
 def _audit_policy(
@@ -109,11 +122,12 @@ def _audit_policy(
     def configure(model: nn.Module) -> lowtide.Applied:
         return lowtide.apply(model, policy)
 
-    report = audit(model, batch, configure=configure, checks=checks, dropout=_dropout_under(policy), seed=seed)
+    dropout = dropout_under(lowtide.Policy.parse(policy))
+    report = audit(model, batch, configure=configure, checks=checks, dropout=dropout, seed=seed)
     return dataclasses.replace(
         report,
         checks=[dataclasses.replace(check, mode=policy) for check in _comparable(policy, report.checks)],
-        blocks=dict.fromkeys([policy], *report.blocks.values()) if report.blocks else {},
+        blocks=dict(zip([policy], report.blocks.values(), strict=False)),  # none, if it did not run
     )
 
 
@@ -146,6 +160,8 @@ def _policies(model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[
         except REFUSALS as error:
             refused[policy] = f"{type(error).__name__}: {error}"
             return False
+        except Exception:  # noqa: BLE001  no refusal: the audit says what it is
+            return True
         finally:
             model.zero_grad()
         return True
@@ -161,13 +177,10 @@ def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]
         for check in report.failures:
             known: dict[str, Any] = check.to_dict()
             del known["verdict"]
+            known["command"] = command_for(record.model_type, record.engine, check.mode)
             (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(known)
 
 
 def _stacks(report: AuditReport) -> list[str]:
-    counts: dict[str, int] = {}
-    for blocks in report.blocks.values():
-        counts = {}
-        for block in blocks:
-            counts[block["stack"]] = counts.get(block["stack"], 0) + 1
-    return [f"{name} x{count}" for name, count in counts.items()]
+    blocks = next(iter(report.blocks.values()), [])
+    return [f"{name} x{count}" for name, count in collections.Counter(block["stack"] for block in blocks).items()]

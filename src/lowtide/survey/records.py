@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -21,10 +22,10 @@ class Record:
     status: Status
     versions: dict[str, str]
     command: str
-    """Repeats this audit."""
+    """Repeats this audit; that of Lowtide's engine without tiles, so a failure has its own `command`."""
     model_class: str | None = None
     why: str | None = None
-    """Why it was not audited, or was refused."""
+    """Why it was not audited or was refused, or why failures could not be confirmed."""
     seconds: float = 0.0
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Failed checks that failed again with other weights and another batch."""
@@ -37,6 +38,31 @@ class Record:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
+
+
+def command_for(model_type: str, engine: str, mode: str | None = None) -> str:
+    """Repeats an audit; where the mode is a policy, under this one."""
+    if mode is None or engine != "lowtide":
+        return f"lowtide audit {model_type} --engine {engine}"
+    return f"lowtide audit {model_type} --policy {shlex.quote(mode)}"
+
+
+def unfinished(model_type: str, engine: str, status: Status, why: str, seconds: float = 0.0) -> Record:
+    """Of an architecture whose process gave no record."""
+    return Record(
+        model_type=model_type,
+        engine=engine,
+        status=status,
+        versions={},
+        command=command_for(model_type, engine),
+        why=why,
+        seconds=round(seconds, 2),
+    )
+
+
+def surveyed(path: Path, engine: str) -> set[str]:
+    """The model types of which a file has this engine's record."""
+    return {record.model_type for record in read_records(path) if record.engine == engine}
 
 
 def read_records(path: Path) -> list[Record]:

@@ -11,11 +11,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lowtide.survey.one import Engine, survey_one
-from lowtide.survey.records import Record, read_records
+from lowtide.survey.records import Record, read_records, surveyed, unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from lowtide.survey.records import Status
 
 PRELOAD = ["torch._dynamo", "transformers", "transformers.modeling_utils", "lowtide.survey"]
 
@@ -24,14 +26,14 @@ class _Job:
     """One architecture in a process of its own."""
 
     def __init__(self, context: Any, model_type: str, engine: Engine) -> None:
-        self.model_type = model_type
+        self._model_type, self._engine = model_type, engine
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_work, args=(model_type, engine.value, sender), daemon=True)
         self._process.start()
         sender.close()
         self._started = time.monotonic()
 
-    def poll(self, timeout: float, engine: Engine) -> Record | None:
+    def poll(self, timeout: float) -> Record | None:
         """Its record, once there is one; a record of what went wrong, if there will be none."""
         record = None
         if self._receiver.poll():
@@ -39,30 +41,17 @@ class _Job:
                 record = self._receiver.recv()
             except EOFError:
                 self._process.join()
-                record = _broken(self, engine, "failed to run", f"the process died with code {self._process.exitcode}")
+                record = self._unfinished("failed to run", f"the process died with code {self._process.exitcode}")
         elif time.monotonic() - self._started > timeout:
-            record = _broken(self, engine, "timed out", f"no result within {timeout:.0f} s")
+            record = self._unfinished("timed out", f"no result within {timeout:.0f} s")
         if record is not None:
             self._process.kill()
             self._process.join()
             self._receiver.close()
         return record
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
-
-def _broken(job: _Job, engine: Engine, status: Any, why: str) -> Record:
-    return Record(
-        model_type=job.model_type,
-        engine=engine.value,
-        status=status,
-        versions={},
-        command=f"lowtide audit {job.model_type} --engine {engine.value}",
-        why=why,
-        seconds=round(job.seconds, 2),
-    )
+    def _unfinished(self, status: Status, why: str) -> Record:
+        return unfinished(self._model_type, self._engine.value, status, why, time.monotonic() - self._started)
 
 
 def _work(model_type: str, engine: str, sender: Any) -> None:
@@ -75,14 +64,7 @@ def _work(model_type: str, engine: str, sender: Any) -> None:
     try:
         record = survey_one(model_type, Engine(engine))
     except Exception as error:  # noqa: BLE001  whatever it was, it is one architecture's
-        record = Record(
-            model_type=model_type,
-            engine=engine,
-            status="failed to run",
-            versions={},
-            command=f"lowtide audit {model_type} --engine {engine}",
-            why=f"{type(error).__name__}: {error}",
-        )
+        record = unfinished(model_type, engine, "failed to run", f"{type(error).__name__}: {error}")
     sender.send(record)
     sender.close()
 
@@ -97,12 +79,12 @@ def run_survey(
     resume: bool = False,
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> list[Record]:
-    """Audit all of these, writing a line for each; with `resume`, those that the file has already are left out."""
-    done = {record.model_type for record in read_records(path) if record.engine == engine.value} if resume else set()
-    if not resume:
-        path.unlink(missing_ok=True)
-    elif path.exists() and not path.read_text().endswith("\n"):
-        path.write_text(path.read_text() + "\n")  # after the half line of a run that was killed
+    """Audit all of these, writing a line for each; with `resume`, those that the file has already are left out.
+
+    Without it, the file's records of this engine go; those of another one stay.
+    """
+    _prepare(path, engine, resume=resume)
+    done = surveyed(path, engine.value)
     waiting = [model_type for model_type in model_types if model_type not in done]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -112,7 +94,7 @@ def run_survey(
             while waiting and len(jobs) < workers:
                 jobs.append(_Job(context, waiting.pop(0), engine))
             for job in list(jobs):
-                record = job.poll(timeout, engine)
+                record = job.poll(timeout)
                 if record is not None:
                     jobs.remove(job)
                     file.write(record.to_json() + "\n")
@@ -121,3 +103,9 @@ def run_survey(
             time.sleep(0.02)
     wanted = set(model_types)
     return [r for r in read_records(path) if r.engine == engine.value and r.model_type in wanted]
+
+
+def _prepare(path: Path, engine: Engine, *, resume: bool) -> None:
+    """Whole lines, to which others can be added: a run that was killed may have left half a line."""
+    kept = [record for record in read_records(path) if resume or record.engine != engine.value]
+    path.write_text("".join(f"{record.to_json()}\n" for record in kept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from lowtide import zoo
 from lowtide.auditing import CannotAuditError
+from lowtide.survey.one import DROPOUT
+from lowtide.zoo.classes import import_transformers
 from lowtide.zoo.fit import fitting_batch
 from lowtide.zoo.specimen import configurations_in
 
@@ -25,10 +28,14 @@ class Target:
     model: nn.Module
     batch: Any
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keywords of `lowtide.audit` that a factory gave."""
+    """Keywords of `lowtide.audit` that a factory gave, or that the zoo has."""
+    is_specimen: bool = False
+    """Whether the zoo made it."""
 
     def to(self, device: str) -> Target:
-        batch = pytree.tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, self.batch)
+        """Both on a device. What a tokenizer or a processor returns is a mapping, and a leaf to pytree."""
+        batch = dict(self.batch) if isinstance(self.batch, Mapping) else self.batch
+        batch = pytree.tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
         return dataclasses.replace(self, model=self.model.to(device), batch=batch)
 
 
@@ -40,16 +47,12 @@ def load_target(name: str, *, seed: int = 0) -> Target:
         return _from_folder(Path(name), seed)
     if Path(name).exists():
         raise CannotAuditError(f"{name} has no config.json: give a model folder, MODULE:FACTORY or a model type")
-    try:
-        known = name in zoo.model_types()
-    except ImportError as error:
-        raise CannotAuditError("a model type needs transformers: pip install 'lowtide[hf]'") from error
-    if not known:
+    if name not in zoo.model_types():
         raise CannotAuditError(
             f"{name!r} is neither MODULE:FACTORY, nor a folder, nor a model type of the installed transformers"
         )
     specimen = zoo.find(name)
-    return Target(name, specimen.build(seed), specimen.batch(seed), {"dropout": 0.1})
+    return Target(name, specimen.build(seed), specimen.batch(seed), {"dropout": DROPOUT}, is_specimen=True)
 
 
 def _from_factory(name: str) -> Target:
@@ -71,13 +74,13 @@ def _from_factory(name: str) -> Target:
 
 def _from_folder(folder: Path, seed: int) -> Target:
     """The model with its weights if they are there, else with random ones."""
-    transformers = importlib.import_module("transformers")
+    transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         cls = getattr(transformers, (config.architectures or ["AutoModel"])[0])
         has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         model = cls.from_pretrained(folder) if has_weights else _from_config(cls, config)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, ImportError, RuntimeError) as error:
         raise CannotAuditError(f"{folder} could not be loaded: {type(error).__name__}: {error}") from error
     for config in configurations_in(model.config):
         if hasattr(config, "use_cache"):

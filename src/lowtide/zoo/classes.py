@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lowtide.errors import MissingDependencyError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
@@ -49,6 +51,16 @@ _OTHER_HEAD, _BARE, _PART = len(ENDINGS), len(ENDINGS) + 1, len(ENDINGS) + 2
 _PARTS = ("Encoder", "Decoder", "Stack", "Backbone", "EncoderModel", "WithProjection")
 # No models of their own: base classes, and shells around a decoder that keep its weights loadable.
 _NOT_MODELS = ("PreTrainedModel", "PretrainedModel", "DecoderWrapper")
+
+
+def import_transformers(module: str = "transformers") -> ModuleType:
+    """Transformers, or a module of it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"this needs transformers, which cannot be imported here ({error}): pip install 'lowtide[hf]'"
+        ) from error
 
 
 def model_types() -> list[str]:
@@ -88,7 +100,7 @@ def missing_package(model_type: str) -> str | None:
 
 
 def _configurations() -> ModuleType:
-    return importlib.import_module("transformers.models.auto.configuration_auto")
+    return import_transformers("transformers.models.auto.configuration_auto")
 
 
 def _modeling_modules(configuration: type[Any], *, skip_broken: bool = True) -> Iterator[ModuleType]:
