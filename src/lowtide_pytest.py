@@ -12,8 +12,8 @@
 
 The second way runs the audit once per module and gives `test_checkpointing[gradient values]` and so on.
 
-Pytest imports this module in every run of everybody who has Lowtide installed. So it stands outside of the package,
-whose import brings torch, and imports nothing of it until a test asks for one of the fixtures.
+Pytest imports this module in every run of everybody who has Lowtide installed. So it imports neither the package nor
+torch until a test asks for one of the fixtures.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from lowtide.auditing import AuditReport, Check
 
-_RUNS = "runs"
-"""Fails if a set-up raises; there are no other verdicts of that mode then."""
+_ABSENT = "not run: the set-up fails before it, or it was not asked for"
 
 
 @pytest.fixture
@@ -64,8 +63,9 @@ def lowtide_check(request: pytest.FixtureRequest, lowtide_report: AuditReport) -
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "lowtide_check" in metafunc.fixturenames:
         from lowtide.auditing import CHECKS
+        from lowtide.auditing.verdicts import RUNS
 
-        metafunc.parametrize("lowtide_check", [_RUNS, *CHECKS], indirect=True)
+        metafunc.parametrize("lowtide_check", [RUNS, *CHECKS], indirect=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +82,14 @@ class NamedCheck:
     def assert_ok(self) -> None:
         """Fails if the check failed in any mode. Skips, with the reason, if it passed in none: nothing is proven."""
         __tracebackhide__ = True
+        from lowtide.auditing.verdicts import RUNS
+
         failed = [check for check in self.outcomes if check.verdict == "fail"]
         if failed:
             pytest.fail("\n\n".join(map(_message, failed)), pytrace=False)
-        if self.name == _RUNS or any(check.verdict == "pass" for check in self.outcomes):
+        if self.name == RUNS or any(check.verdict == "pass" for check in self.outcomes):
             return
-        pytest.skip("; ".join(f"[{c.mode}] {c.verdict}: {c.summary}" for c in self.outcomes) or self._why_absent)
-
-    @property
-    def _why_absent(self) -> str:
-        if any(check.name == _RUNS for check in self.report.checks):
-            return "the set-up does not run"
-        return "not among the checks that were asked for"
+        pytest.skip("; ".join(f"[{c.mode}] {c.verdict}: {c.summary}" for c in self.outcomes) or _ABSENT)
 
 
 def _audit_or_fail(model: Any, batch: Any, **options: Any) -> AuditReport:

@@ -58,6 +58,7 @@ def failure(name: str, mode: str = "default") -> dict:
         "summary": f"{name} is <i>wrong</i>",
         "evidence": {"lost": ["layers.0.weight"], "count": 1},
         "remedy": "repair it",
+        "command": f"lowtide audit zeta --policy '{mode} & tile'",
     }
 
 

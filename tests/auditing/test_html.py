@@ -144,6 +144,7 @@ def test_the_zoo_explains_failures_and_how_to_repeat_them(zoo: str):
     part = model_part(zoo, "zeta")
     for words in ("1 failure: gradient values", "is &lt;i&gt;wrong", "repair it", "layers.0.weight", "ZetaModel"):
         assert words in part
+    assert "lowtide audit zeta --policy &#39;default &amp; tile&#39;" in part
     for one in records():
         assert one.command in model_part(zoo, one.model_type)
     assert "failed to run: ValueError: no &lt;batch&gt; fits" in model_part(zoo, "broken")

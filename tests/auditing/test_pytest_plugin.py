@@ -57,12 +57,18 @@ class Undo:
         self.model.use_reentrant = None
 
 
+def cut_off(model):
+    model.head = nn.Identity()
+    return switch(True)(model)
+
+
 def breaks(model):
     raise RuntimeError("this set-up is broken")
 
 
 batch = torch.randn(4, 8)
 RIGHT, WRONG, BROKEN = {"configure": switch(False)}, {"configure": switch(True)}, {"configure": breaks}
+CUT_OFF = {"configure": cut_off}
 """
 
 ONE_PER_CHECK = """
@@ -191,14 +197,23 @@ def test_a_set_up_that_raises_fails_one_test_and_skips_the_rest(run):
     done = run(ONE_PER_CHECK.format(options="BROKEN"), "-rA")
     done.assert_outcomes(failed=1, skipped=len(CHECKS))
     done.stdout.fnmatch_lines_random(
-        ["FAILED *test_checkpointing?runs?*", "*this set-up is broken*", "SKIPPED*the set-up does not run"]
+        ["FAILED *test_checkpointing?runs?*", "*this set-up is broken*", "SKIPPED*not run: the set-up fails before it*"]
+    )
+
+
+def test_a_loss_cut_off_fails_one_test_and_the_rest_say_no_untruth(run):
+    """Everything that has weights inside of reentrant checkpoints: the loss needs no gradient any more."""
+    done = run(ONE_PER_CHECK.format(options="CUT_OFF"), "-rA")
+    done.assert_outcomes(passed=1, failed=1, skipped=len(CHECKS) - 1, warnings=done.parseoutcomes().get("warnings", 0))
+    done.stdout.fnmatch_lines_random(
+        ["FAILED *test_checkpointing?gradients present?*", "SKIPPED*not run: the set-up fails before it*"]
     )
 
 
 def test_checks_that_were_not_asked_for_are_skipped(run):
     done = run(ONE_PER_CHECK.format(options='{**RIGHT, "checks": ["outputs"]}'), "-rA")
     done.assert_outcomes(passed=2, skipped=len(CHECKS) - 1)
-    done.stdout.fnmatch_lines_random(["SKIPPED*not among the checks that were asked for"])
+    done.stdout.fnmatch_lines_random(["SKIPPED*not run: *or it was not asked for"])
 
 
 def test_several_models_give_a_test_for_each_check_and_model(run):

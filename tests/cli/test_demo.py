@@ -51,6 +51,12 @@ def test_two_ranks_agree_where_the_reentrant_engine_fails(console):
     assert "Expected to mark a variable ready only once" in told
 
 
+def test_ranks_that_hang_end_the_demo(console, monkeypatch):
+    monkeypatch.setattr(story, "PATIENCE", 0.2)
+    with pytest.raises(story.DemoError, match="gave no result within 0 s"):
+        story.on_two_ranks(console)
+
+
 def test_what_is_missing_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))

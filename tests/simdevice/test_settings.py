@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,6 +99,12 @@ def test_the_cache_key_holds_torch_python_and_the_sources(sim, monkeypatch, tmp_
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert not simdevice.toolchain().built
     assert simdevice.toolchain().cache != here.cache
+
+
+def test_looking_for_tools_changes_no_environment(monkeypatch):
+    monkeypatch.delenv("PATH")
+    assert simdevice.toolchain().ninja, "found beside this Python"
+    assert "PATH" not in os.environ
 
 
 def test_no_autograd_thread_outlives_the_interpreter(sim):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import importlib
 import importlib.util
 import random
 import warnings
@@ -14,6 +15,9 @@ from torch import nn
 
 from lowtide import zoo
 from lowtide.errors import LowtideError
+from lowtide.zoo.fit import fitting_batch
+from lowtide.zoo.surroundings import own_randomness
+from lowtide.zoo.trial import Outcome
 from support import needs_zoo
 
 pytestmark = needs_zoo
@@ -197,6 +201,29 @@ def test_finding_depends_on_no_random_state_and_changes_none():
     assert first.config.to_dict() == second.config.to_dict()
     assert first.model_class == second.model_class
     assert same(first.batch(), second.batch())
+
+
+def test_the_random_numbers_of_a_device_are_left_alone(sim):
+    torch.sim.manual_seed(7)
+    before = torch.sim.get_rng_state()
+    with own_randomness(3):
+        torch.rand(1)
+    assert torch.equal(torch.sim.get_rng_state(), before)
+
+
+def test_a_batch_for_a_model_is_found_with_patience(monkeypatch):
+    """A real model's forwards cost time: after a few that train no more, the best so far is it."""
+    find = importlib.import_module("lowtide.zoo.find")  # the package has a function of this name
+    model = specimen("llama").build()
+    tried = []
+
+    def try_batch(model, batch):
+        tried.append(batch)
+        return Outcome(0.5, has_loss="labels" in batch)
+
+    monkeypatch.setattr(find, "try_batch", try_batch)
+    assert "labels" in fitting_batch(model), "one with a loss is better"
+    assert 0 < len(tried) <= 2 * find.PATIENCE
 
 
 def test_a_class_can_be_asked_for():

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PLAIN, THEIRS, OURS = "nothing", "transformers' flag", "lowtide"
 WAYS = {PLAIN: plain, THEIRS: their_flag, OURS: ours}
 STEPS = 6
+PATIENCE = 300.0
+"""Seconds for the two ranks, which take about half a minute."""
 FULL_SIZE = {
     "model": "Qwen3-VL-4B",
     "tokens": "128k",
@@ -123,16 +125,21 @@ def on_two_ranks(console: Console) -> None:
 
 def _run_ranks() -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(  # noqa: S603
+    with subprocess.Popen(  # noqa: S603
         [*command, "-m", "lowtide.demo.rank"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise DemoError(f"a rank failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not kill: torchrun ends its ranks first, which are in sessions of their own
+            raise DemoError(f"the ranks gave no result within {PATIENCE:.0f} s: they wait for each other") from None
+    if process.returncode:
+        raise DemoError(f"a rank failed:\n{errors[-2000:]}")
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 
@@ -173,7 +180,7 @@ def at_full_size(console: Console) -> None:
         raise DemoError("no policy fits, and one should")
     console.print(
         Panel.fit(
-            f"It fits on 8 x {plan.accelerator.name} with [bold]{escape(plan.best.policy)}[/]: "
+            f"It fits on {FULL_SIZE['ranks']} x {plan.accelerator.name} with [bold]{escape(plan.best.policy)}[/]: "
             f"{format_bytes(plan.best.device_bytes)} of {format_bytes(plan.budget)}",
             border_style="green",
         )

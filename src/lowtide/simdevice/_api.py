@@ -38,7 +38,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "h2d", "d2h"):
             rate = getattr(self, name)
-            if not rate > 0 or math.isnan(rate):
+            if not rate > 0:  # which NaN is not, either
                 raise InvalidValueError(f"{name} must be a positive rate per second, got {rate!r}")
         if not (self.launch >= 0 and math.isfinite(self.launch)):
             raise InvalidValueError(f"launch must be a time in seconds, zero or more, got {self.launch!r}")

@@ -100,8 +100,12 @@ def _compiler() -> str | None:
 
 
 def _ninja() -> str | None:
-    with _ninja_on_path():
-        return shutil.which("ninja")
+    return shutil.which("ninja", path=_search_path())
+
+
+def _search_path() -> str:
+    """An environment that is not activated has ninja beside its Python, but not on the path."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
 @contextlib.contextmanager
@@ -114,13 +118,16 @@ def _turn(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """An environment that is not activated has ninja beside its Python, but not on the path."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
+    """Torch looks for it on the path of the process."""
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = _search_path()
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 def _compile(directory: Path) -> None:

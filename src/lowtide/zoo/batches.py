@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from lowtide.zoo.audio import spectrograms, waveforms
 from lowtide.zoo.companions import with_companions
 from lowtide.zoo.labels import with_labels
-from lowtide.zoo.parts import Fixed, Recipe
 from lowtide.zoo.placeholders import texts_with_placeholders
-from lowtide.zoo.scene import LENGTH, ROWS, Scene, first
+from lowtide.zoo.scene import Scene, first, text
 from lowtide.zoo.series import series
 from lowtide.zoo.unusual_batches import unusual
 from lowtide.zoo.vision import pictures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lowtide.zoo.parts import Recipe
 
 _MODALITIES = (
     ("pixel_values", pictures),
@@ -64,9 +63,9 @@ def _with_text(scene: Scene, recipe: Recipe) -> Iterator[Recipe]:
     if "input_ids" not in scene.required and decoder:
         yield recipe | decoder
     if scene.takes("input_ids"):
-        yield recipe | decoder | _text(scene)
+        yield recipe | decoder | text(scene)
         if decoder:
-            yield recipe | _text(scene)
+            yield recipe | text(scene)
     if "input_ids" not in scene.required:
         yield recipe
 
@@ -75,11 +74,6 @@ def _texts(scene: Scene) -> Iterator[Recipe]:
     if not scene.takes("input_ids"):
         return
     if scene.takes("decoder_input_ids"):
-        yield _text(scene) | {"decoder_input_ids": scene.tokens()}
-    yield _text(scene)
+        yield text(scene) | {"decoder_input_ids": scene.tokens()}
+    yield text(scene)
     yield {"input_ids": scene.tokens()}
-
-
-def _text(scene: Scene) -> Recipe:
-    mask = Fixed(torch.ones(ROWS, LENGTH, dtype=torch.long))
-    return {"input_ids": scene.tokens()} | ({"attention_mask": mask} if scene.takes("attention_mask") else {})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide.zoo.parts import Fixed, Integers, Noise, Part, Recipe, Tokens
-from lowtide.zoo.scene import LENGTH, ROWS, Scene, first
+from lowtide.zoo.scene import LENGTH, ROWS, Scene, first, ones
 from lowtide.zoo.vision import channels, flattened_patches, patch_size, picture_sizes, vision_tower
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _high_resolution(scene: Scene, recipe: Recipe) -> Part | None:
 
 
 def _ones(scene: Scene, recipe: Recipe) -> Part:  # noqa: ARG001
-    return Fixed(torch.ones(ROWS, _length(recipe), dtype=torch.long))
+    return ones(ROWS, _length(recipe))
 
 
 def _tokens(scene: Scene, recipe: Recipe) -> Part:

@@ -110,12 +110,12 @@ def _find_for_plan(cls: type[nn.Module], model_type: str, plan: Plan, attempts: 
     except Exception as error:  # noqa: BLE001  a plan is a guess, and what it breaks is recorded
         attempts.append(in_short(error))
         return None
-    best = _find_batch(scene, attempts)
-    attempts += scene.notes
+    best = find_batch(scene, attempts)
     return None if best is None else _Found(*best, config, cls)
 
 
-def _find_batch(scene: Scene, attempts: list[str]) -> tuple[Outcome, Recipe] | None:
+def find_batch(scene: Scene, attempts: list[str]) -> tuple[Outcome, Recipe] | None:
+    """The first batch that trains all of a model, or the best; what went wrong is added to the attempts."""
     best: tuple[Outcome, Recipe] | None = None
     in_vain = 0
     for recipe in itertools.islice(candidates(scene), MOST_BATCHES):
@@ -129,6 +129,7 @@ def _find_batch(scene: Scene, attempts: list[str]) -> tuple[Outcome, Recipe] | N
             best, in_vain = (outcome, recipe), 0
         if outcome.trained_share == 1.0 or in_vain == PATIENCE:
             break
+    attempts += scene.notes
     return best
 
 

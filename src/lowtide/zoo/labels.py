@@ -35,9 +35,7 @@ def with_labels(scene: Scene, recipe: Recipe) -> Iterator[Recipe]:
 
 def _options(scene: Scene, recipe: Recipe) -> list[Part]:
     fitting = [make for pattern, make in _TASKS if re.search(pattern, scene.class_name)]
-    others = [] if fitting else [_words, _classes, _values]
-    parts = (make(scene, recipe) for make in fitting + others)
-    return [part for part in parts if part is not None]
+    return [make(scene, recipe) for make in fitting or [_words, _classes, _values]]
 
 
 def _label_count(scene: Scene) -> int:
@@ -51,7 +49,7 @@ def _area(recipe: Recipe) -> tuple[int, ...]:
     return pictures.shape[-2:] if isinstance(pictures, Noise) else (32, 32)
 
 
-def _words(scene: Scene, recipe: Recipe) -> Part | None:
+def _words(scene: Scene, recipe: Recipe) -> Part:
     for name in ("decoder_input_ids", "input_ids"):
         if isinstance(recipe.get(name), Tokens):
             return Same(name)
@@ -103,7 +101,7 @@ def _segments(scene: Scene, recipe: Recipe) -> Recipe:
     }
 
 
-_TASKS: tuple[tuple[str, Callable[[Scene, Recipe], Part | None]], ...] = (
+_TASKS: tuple[tuple[str, Callable[[Scene, Recipe], Part]], ...] = (
     ("ObjectDetection|(Detr|Instance).*Segmentation", _objects),
     ("SemanticSegmentation", _classes_of_pixels),
     ("DepthEstimation", _depths),

@@ -16,7 +16,7 @@ import torch
 from lowtide.zoo import audio, vision
 from lowtide.zoo.companions import completed
 from lowtide.zoo.parts import Fixed, Recipe, make_batch
-from lowtide.zoo.scene import LENGTH, ROWS, Scene, anywhere, in_short
+from lowtide.zoo.scene import LENGTH, ROWS, Scene, anywhere, in_short, ones
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -176,7 +176,7 @@ def _text_with(scene: Scene, plantings: list[Planting]) -> Recipe:
         start = places.stop + 2
     length = start + LENGTH // 2
     recipe: Recipe = {"input_ids": scene.tokens(length, planted)}
-    recipe["attention_mask"] = Fixed(torch.ones(ROWS, length, dtype=torch.long))
+    recipe["attention_mask"] = ones(ROWS, length)
     for planting in plantings:
         recipe |= {n: p for n, p in planting.recipe.items() if n != "attention_mask"}
     types = torch.zeros(ROWS, length, dtype=torch.long)

@@ -39,99 +39,113 @@ PLANS = (
 class Rule:
     """One kind of field."""
 
-    what: str
     names: re.Pattern[str]
     bound: Callable[[Plan], int] | None
     """The upper bound; without one, the field keeps its value."""
 
 
-def _rule(what: str, names: str, bound: Callable[[Plan], int] | int | None) -> Rule:
+def _rule(names: str, bound: Callable[[Plan], int] | int | None) -> Rule:
     fixed = bound
-    return Rule(what, re.compile(names), (lambda _: fixed) if isinstance(fixed, int) else fixed)
+    return Rule(re.compile(names), (lambda _: fixed) if isinstance(fixed, int) else fixed)
 
 
 RULES = (
-    _rule("geometry", r"num_channels|.*in_channels|in_chans|audio_channels|input_channels|.*kernel.*|.*stride.*", None),
-    _rule("geometry", r".*_merge_size|merge_size|temporal_patch_size|tubelet_size|patch_temporal|.*pad(ding)?", None),
-    _rule("ratios", r".*ratio|.*rate|.*factor|.*_mult|mlp_ratio|expand|.*_expand|.*multiplier|.*divi.*", None),
-    _rule("switches", r"chunk_size_feed_forward|pretraining_tp|.*loss.*|.*_cost|seed|.*temperature.*|scale.*", None),
-    _rule("types", r"type_vocab_size|.*type_vocab_size|num_labels|.*_depth_bins|num_depth_bins|max_depth", None),
-    _rule("features given", r".*_input_dim|input_dim|query_dim|visual_pos_dim|state_dim|act_dim|dim_bbox", None),
+    # geometry
+    _rule(r"num_channels|.*in_channels|in_chans|audio_channels|input_channels|.*kernel.*|.*stride.*", None),
+    _rule(r".*_merge_size|merge_size|temporal_patch_size|tubelet_size|patch_temporal|.*pad(ding)?", None),
+    # ratios
+    _rule(r".*ratio|.*rate|.*factor|.*_mult|expand|.*_expand|.*multiplier|.*divi.*", None),
+    # switches
+    _rule(r"chunk_size_feed_forward|pretraining_tp|.*loss.*|.*_cost|seed|.*temperature.*|scale.*", None),
+    # types
+    _rule(r".*type_vocab_size|num_labels|.*_depth_bins|max_depth", None),
+    # features given
+    _rule(r".*_input_dim|input_dim|query_dim|visual_pos_dim|state_dim|act_dim|dim_bbox", None),
+    # vocabularies
     _rule(
-        "vocabularies",
         r"(.*_)?vocab(_size)?(_.*)?|(.*_)?codebook_size|num_embeddings|num_embeds|.*hash_.*vocab",
         lambda p: p.vocabulary,
     ),
-    _rule("labels of tasks", r"num_(qa|object|attr|bpe|wordpiece)_labels|num_classes|num_clusters|num_ctc_classes", 16),
-    _rule("experts", r"(.*_)?(num|n)(_.*)?_experts|zero_expert_num", 4),
-    _rule("experts a token", r"num_experts_per_tok(en)?|moe_topk|moe_k|.*top_?k_experts|num_selected_experts|top_k", 2),
-    _rule("experts a token", r"experts_per_token|moe_top_k|moe_router_topk|num_experts_per_topk|router_top_k", 2),
-    _rule("expert groups", r"n_group|topk_group|num_expert_groups?|o_groups", 1),
+    # labels of tasks
+    _rule(r"num_(qa|object|attr|bpe|wordpiece)_labels|num_classes|num_clusters|num_ctc_classes", 16),
+    # experts
+    _rule(r"(.*_)?(num|n)(_.*)?_experts|zero_expert_num", 4),
+    # experts a token
+    _rule(r"num_experts_per_tok(en)?|moe_topk|moe_k|.*top_?k_experts|num_selected_experts|top_k", 2),
+    _rule(r"experts_per_token|moe_top_k|moe_router_topk|num_experts_per_topk|router_top_k", 2),
+    # expert groups
+    _rule(r"n_group|topk_group|num_expert_groups?|o_groups", 1),
+    # images
     _rule(
-        "images",
         r"image_size|input_size|img_size|crop_size|max_image_size|pretrain_image_size|resolution",
         lambda p: p.image,
     ),
-    _rule("patches", r"patch_size", lambda p: p.patch),
-    _rule("places for pictures", r"num_position_embeddings|position_embedding_size|max_num_patches", 64),
-    _rule("picture tokens", r"image_seq_len(gth)?|mm_tokens_per_image|num_image_tokens|.*soft_tokens_per_image", 16),
-    _rule("frames", r"num_frames|frames_per_clip", 4),
+    # patches
+    _rule(r"patch_size", lambda p: p.patch),
+    # places for pictures
+    _rule(r"num_position_embeddings|position_embedding_size|max_num_patches", 64),
+    # picture tokens
+    _rule(r"image_seq_len(gth)?|mm_tokens_per_image|num_image_tokens|.*soft_tokens_per_image", 16),
+    # frames
+    _rule(r"num_frames|frames_per_clip", 4),
+    # queries
     _rule(
-        "queries",
         r"(.*_)?num_(queries|query_tokens|latents|denoising|object_queries)|.*_n_latents|.*latent_query_num",
         8,
     ),
-    _rule("queries", r"two_stage_num_proposals|num_detection_tokens|train_num_points|latent_query_num", 8),
-    _rule("windows", r"n_window", 8),
-    _rule("windows", r"n_window_infer", 32),
-    _rule("windows", r"attention_window|window_size|local_window_size|attention_window_size|local_radius", 4),
-    _rule("windows", r"sliding_window(_size)?|local_attention|index_topk|(mamba_|attention_)?chunk_size", 8),
-    _rule("sources", r"max_source_positions", 16),
-    _rule("places", r"n_positions|n_ctx|max_seq_len|max_sequence_length|max_length|max_target_positions", 128),
-    _rule("places", r"(.*_)?max_position_embeddings|max_(en|de)coder_position_embeddings|max_pos_emb", 128),
-    _rule("places", r"max_(speech|text)_positions|max_ep_len|max_new_tokens|max_text_len(gth)?", 128),
+    _rule(r"two_stage_num_proposals|num_detection_tokens|train_num_points", 8),
+    # windows
+    _rule(r"n_window", 8),
+    _rule(r"n_window_infer", 32),
+    _rule(r"attention_window|window_size|local_window_size|attention_window_size|local_radius", 4),
+    _rule(r"sliding_window(_size)?|local_attention|index_topk|(mamba_|attention_)?chunk_size", 8),
+    # sources
+    _rule(r"max_source_positions", 16),
+    # places
+    _rule(r"n_positions|n_ctx|max_seq_len|max_sequence_length|max_length|max_target_positions", 128),
+    _rule(r"(.*_)?max_position_embeddings|max_(en|de)coder_position_embeddings|max_pos_emb", 128),
+    _rule(r"max_(speech|text)_positions|max_ep_len|max_new_tokens|max_text_len(gth)?", 128),
+    # bins
     _rule(
-        "bins",
-        r"(num|n)_mels?(_bins)?|n_mels|feature_size|input_feat_size|input_feat_per_channel|mel_dim|model_in_dim",
+        r"(num|n)_mels?(_bins)?|feature_size|input_feat_size|input_feat_per_channel|mel_dim|model_in_dim",
         16,
     ),
-    _rule("groups", r"num_groups|num_norm_groups|.*conv_pos.*_groups|upsample_groups", 4),
-    _rule("states", r"mamba_d_state|state_size|ssm_state_size|mamba_state_dim|mamba_d_ssm", 16),
-    _rule("half widths", r"num_pos_feats", lambda p: p.width // 2),
-    _rule("rotated widths", r"rotary_dim", lambda p: p.head_dim // 2),
+    # groups
+    _rule(r"num_groups|num_norm_groups|.*conv_pos.*_groups|upsample_groups", 4),
+    # states
+    _rule(r"mamba_d_state|state_size|ssm_state_size|mamba_state_dim|mamba_d_ssm", 16),
+    # half widths
+    _rule(r"num_pos_feats", lambda p: p.width // 2),
+    # rotated widths
+    _rule(r"rotary_dim", lambda p: p.head_dim // 2),
+    # head widths
     _rule(
-        "head widths",
         r"(.*_)?head_dim|d_kv|(.*_)?d_head|(.*_)?dim_head|(attention_)?head_size|kv_channels",
         lambda p: p.head_dim,
     ),
-    _rule("heads", r"(.*_)?(num|n)_heads?|(.*_)?heads|n_head", lambda p: p.heads),
+    # heads
+    _rule(r"(.*_)?(num|n)_heads?|(.*_)?heads", lambda p: p.heads),
+    # inner widths
     _rule(
-        "inner widths",
         r".*(intermediate|ffn_dim|ffn_hidden|mlp_dim|d_ff|_ffn|n_inner|d_inner|linear_units).*",
         lambda p: p.inner,
     ),
-    _rule("inner widths", r".*(feedforward|feed_forward|dim_ff|dff|mlp_hidden|share_expert_dim).*", lambda p: p.inner),
+    _rule(r".*(feedforward|feed_forward|dim_ff|dff|mlp_hidden|share_expert_dim).*", lambda p: p.inner),
+    # widths
     _rule(
-        "widths",
         r"hidden_size.*|d_model|n_embd|dim|width|(.*_)?hidden_size|(.*_)?hidden_dim(ension)?",
         lambda p: p.width,
     ),
     _rule(
-        "widths",
         r"(.*_)?emb(ed|edding|d)?_?(dim|size|dims)?|.*_(dim|dims|width|rank|units|features)",
         lambda p: p.width,
     ),
     _rule(
-        "widths",
         r".*_channels?|num_filters|.*_(proj|projection|output|pooler|bottleneck|latent|flow)_size",
         lambda p: p.width,
     ),
-    _rule(
-        "widths", r"projection_size|latent_size|bottleneck_size|lru_width|shape_size|coordinate_size", lambda p: p.width
-    ),
-    _rule(
-        "widths", r"(fpn|mask)_feature_size|prediction_head_size|.*descriptor_dim|entity_emb_size", lambda p: p.width
-    ),
+    _rule(r"projection_size|latent_size|bottleneck_size|shape_size|coordinate_size", lambda p: p.width),
+    _rule(r"(fpn|mask)_feature_size|prediction_head_size", lambda p: p.width),
 )
 
 

@@ -88,7 +88,8 @@ class Scene:
         """A field of the text model's configuration."""
         getter = getattr(self.config, "get_text_config", None)
         text = getter(decoder=True) if getter is not None else self.config
-        return first(text, *names) if first(text, *names) is not None else first(self.config, *names)
+        found = first(text, *names)
+        return first(self.config, *names) if found is None else found
 
     def tower(self, *towers: str) -> Any:
         """The configuration of a tower, or that of the model itself if it is one."""
@@ -131,11 +132,5 @@ def _special_tokens(config: Any) -> list[int]:
     for part in configurations_in(config):
         for name, value in vars(part).items():
             if is_token_id(name):
-                found += (
-                    [value]
-                    if type(value) is int
-                    else [v for v in value or () if type(v) is int]
-                    if isinstance(value, list | tuple)
-                    else []
-                )
+                found += [v for v in (value if isinstance(value, list | tuple) else [value]) if type(v) is int]
     return found

@@ -1,7 +1,8 @@
 """What trying out models would otherwise leave behind or depend on: random states, warnings, log messages.
 
 Some models draw from the random generators of numpy and Python, not only from torch's. All three are set from the seed
-and put back afterwards, so that a specimen does not depend on its caller, nor its caller on it.
+and put back afterwards, so that a specimen does not depend on its caller, nor its caller on it. Specimens are on the
+CPU, so other devices' generators are left alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def own_randomness(seed: int) -> Iterator[None]:
     numpy_state, python_state = numpy_random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every device
             numpy_random.seed(seed)
             random.seed(seed)
             yield

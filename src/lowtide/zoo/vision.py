@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.zoo.parts import Fixed, Noise, Part, PlacedPatches, Recipe
-from lowtide.zoo.scene import ROWS, Scene, anywhere, first
+from lowtide.zoo.scene import ROWS, Scene, anywhere, first, ones
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -136,10 +136,9 @@ def _patches_with_places(tower: Any, name: str, takes: Collection[str]) -> Itera
     side, colours = first(tower, "model_patch_size") or patch_size(tower), channels(tower)
     patches = Noise((ROWS, GRID * GRID, colours * side * side))
     if "spatial_shapes" in takes:
-        mask = Fixed(torch.ones(ROWS, GRID * GRID, dtype=torch.long))
         yield {
             name: patches,
-            "pixel_attention_mask": mask,
+            "pixel_attention_mask": ones(ROWS, GRID * GRID),
             "spatial_shapes": Fixed(torch.tensor([[GRID, GRID]] * ROWS)),
         }
     places = torch.stack(torch.meshgrid(torch.arange(GRID), torch.arange(GRID), indexing="xy"), dim=-1).view(1, -1, 2)
