@@ -249,7 +249,7 @@ def test_a_model_folder(run, tmp_path):
 
 def test_a_corner_of_the_zoo(tmp_path):
     """In a process of its own, as a user has it: a survey starts a server that other tests would share."""
-    command = [sys.executable, "-W", "ignore", "-m", "lowtide.cli", "audit", "--zoo", "--family", "xlm"]
+    command = [sys.executable, "-W", "ignore", "-m", "lowtide", "audit", "--zoo", "--family", "xlm"]
     options = ["--engine", "lowtide", "--workers", "1", "--records", "r.jsonl"]
     done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

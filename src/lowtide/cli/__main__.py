@@ -1,7 +1,0 @@
-"""`python -m lowtide.cli`, where the `lowtide` command is not on the path."""
-
-from __future__ import annotations
-
-from lowtide.cli import app
-
-app()
