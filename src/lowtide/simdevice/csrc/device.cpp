@@ -47,17 +47,16 @@ void Device::access(const Access& access) {
   report(race(access, *conflict));
 }
 
-double Device::charge_kernel(StreamId stream, double flops, double bytes) {
+void Device::charge_kernel(StreamId stream, double flops, double bytes) {
   ++counters.kernels;
   counters.flops += flops;
   clock.host_spends(settings.launch);
   Stream& on = streams[stream];
   double duration = std::max(flops / settings.flops, bytes / settings.bandwidth);
   on.ready = clock.compute.reserve(std::max(on.ready, clock.host), duration);
-  return on.ready;
 }
 
-double Device::charge_copy(StreamId stream, Direction direction, size_t bytes) {
+void Device::charge_copy(StreamId stream, Direction direction, size_t bytes) {
   ++counters.copies;
   bool h2d = direction == Direction::h2d;
   (h2d ? counters.h2d_bytes : counters.d2h_bytes) += bytes;
@@ -65,7 +64,6 @@ double Device::charge_copy(StreamId stream, Direction direction, size_t bytes) {
   Stream& on = streams[stream];
   double duration = static_cast<double>(bytes) / (h2d ? settings.h2d : settings.d2h);
   on.ready = (h2d ? clock.h2d : clock.d2h).reserve(std::max(on.ready, clock.host), duration);
-  return on.ready;
 }
 
 void Device::host_wait(const Marker& marker) {

@@ -1,7 +1,7 @@
 // The emulated device: one object that owns clock, streams, memory and the violations found so far.
 //
-// One mutex guards it all. It is held for bookkeeping and for queued copies (plain memcpy), never while a kernel runs
-// and never while Python objects may be destroyed, so it cannot deadlock with the interpreter lock.
+// One mutex guards it all. It is held for bookkeeping and for copies between host and device, never while another kernel
+// runs and never while Python objects may be destroyed, so it cannot deadlock with the interpreter lock.
 #pragma once
 
 #include <mutex>
@@ -55,9 +55,9 @@ struct Device {
   // Checks an access against what others do with the same bytes, and remembers it.
   void access(const Access& access);
 
-  // Books time for a kernel or a copy. Both return when it ends.
-  double charge_kernel(StreamId stream, double flops, double bytes);
-  double charge_copy(StreamId stream, Direction direction, size_t bytes);
+  // Books time for a kernel or a copy.
+  void charge_kernel(StreamId stream, double flops, double bytes);
+  void charge_copy(StreamId stream, Direction direction, size_t bytes);
 
   // The host waits; a violation that could not be raised where it was found is raised here at the latest.
   void host_wait(const Marker& marker);

@@ -9,9 +9,13 @@ double product(const at::Tensor& a, const at::Tensor& b) {
   return 2.0 * static_cast<double>(a.numel()) * static_cast<double>(b.size(-1));
 }
 
-// Rows of `a` are spread over the groups, so each is multiplied once; where the groups split the inner dimension
-// instead ([m, total] times [total, n]), the same product counts each of `a`'s elements once, too.
-double grouped_product(const at::Tensor& a, const at::Tensor& b) { return product(a, b); }
+// Groups split the rows of `a` ([total, k] times [g, k, n]) or the inner dimension ([m, total] times [total, n]): each
+// element of `a` meets one row of `b`. Where they split the columns of `b` ([g, m, k] times [k, total]), each column
+// meets one matrix of `a`, not all of them.
+double grouped_product(const at::Tensor& a, const at::Tensor& b) {
+  const bool splits_columns = a.dim() == 3 && b.dim() == 2;
+  return product(a, b) / (splits_columns ? static_cast<double>(a.size(0)) : 1.0);
+}
 
 }  // namespace
 

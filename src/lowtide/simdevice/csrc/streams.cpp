@@ -35,10 +35,6 @@ uint64_t Streams::begin(StreamId id) {
   return stream.clock.advance(id);
 }
 
-void Streams::drain_all() {
-  for (StreamId id = 0; id < kStreams; ++id) drain(id);
-}
-
 Marker Streams::mark(StreamId id) {
   Stream& stream = streams_.at(id);
   stream.clock.join(host_clock_);

@@ -58,9 +58,8 @@ class Streams {
   // Starts an operation on `id`: it is ordered after all that the stream and the host have waited for.
   uint64_t begin(StreamId id);
 
-  // Queued work of one stream, or of all, runs now. The host learns nothing from it.
+  // Queued work of a stream runs now. The host learns nothing from it.
   void drain(StreamId id) { streams_[id].run_until(streams_[id].submitted()); }
-  void drain_all();
 
   Marker mark(StreamId id);
   void wait(StreamId id, const Marker& marker);        // the stream waits

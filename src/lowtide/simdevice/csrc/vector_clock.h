@@ -20,8 +20,6 @@ constexpr StreamId kStreams = kPoolStreams + 1;
 
 class VectorClock {
  public:
-  uint64_t tick(StreamId stream) const { return ticks_[stream]; }
-
   uint64_t advance(StreamId stream) { return ++ticks_[stream]; }
 
   bool covers(StreamId stream, uint64_t tick) const { return ticks_[stream] >= tick; }
