@@ -43,6 +43,7 @@ def test_kernels_on_one_stream_add_up(slow):
     ids=["rows", "inner dimension", "columns", "nothing is split"],
 )
 def test_a_grouped_product_counts_every_multiplication_once(slow, left, right, splits, products):
+    """Torch makes plain products of it (pytorch/pytorch#161717), so the device never sees it whole."""
     a, b = (torch.ones(shape, device=slow, dtype=torch.bfloat16) for shape in (left, right))
     ends = None if splits is None else torch.tensor(splits, device=slow, dtype=torch.int32)
     simdevice.reset()

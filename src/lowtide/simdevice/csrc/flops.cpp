@@ -9,21 +9,12 @@ double product(const at::Tensor& a, const at::Tensor& b) {
   return 2.0 * static_cast<double>(a.numel()) * static_cast<double>(b.size(-1));
 }
 
-// Groups split the rows of `a` ([total, k] times [g, k, n]) or the inner dimension ([m, total] times [total, n]): each
-// element of `a` meets one row of `b`. Where they split the columns of `b` ([g, m, k] times [k, total]), each column
-// meets one matrix of `a`, not all of them.
-double grouped_product(const at::Tensor& a, const at::Tensor& b) {
-  const bool splits_columns = a.dim() == 3 && b.dim() == 2;
-  return product(a, b) / (splits_columns ? static_cast<double>(a.size(0)) : 1.0);
-}
-
 }  // namespace
 
 double matmul_flops(std::string_view op, const std::vector<at::Tensor>& tensors) {
   if (op == "aten::mm" || op == "aten::bmm") return product(tensors[0], tensors[1]);
   if (op == "aten::addmm" || op == "aten::baddbmm" || op == "aten::_addmm_activation")
     return product(tensors[1], tensors[2]);
-  if (op == "aten::_grouped_mm") return grouped_product(tensors[0], tensors[1]);
   return 0;
 }
 
