@@ -10,7 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import InvalidValueError
+from lowtide.losses import function
 from lowtide.losses.function import LEAST_TOKENS, TILE_BYTES, tile_tokens
+from lowtide.losses.tile_step import LossOptions
 
 WIDTH, CLASSES = 16, 50
 
@@ -273,3 +275,12 @@ class TestRefused:
         hidden, weight, _, labels = problem()
         with pytest.raises(InvalidValueError, match=message):
             lowtide.linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **change})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reduction", "expected"), [("auto", "mean", 1), ("auto", "none", 13), (16, "mean", 13)]
+)
+def test_a_fused_kernel_counts_as_one_tile(monkeypatch, tokens, reduction, expected):
+    """It cuts by itself; it makes no losses per token, and is not asked if a size is given."""
+    monkeypatch.setattr(function, "use_liger", lambda *_: True)
+    assert function.count_tiles(torch.empty(2, 100, 8), 16, tokens, LossOptions(), reduction) == expected
