@@ -55,16 +55,16 @@ x = torch.randn(256, 64)
 expected = gradients(model(x).sum())
 applied = lowtide.apply(model, {policy!r})
 loss = model(x).sum()  # on disk, and the last region's input still in memory
-used = applied._store.bytes_used
+used = applied.store.bytes_used
 child = os.fork()
 if child == 0:
-    assert applied._store.bytes_used == 0, "the child has a file of its own"
+    assert applied.store.bytes_used == 0, "the child has a file of its own"
     assert all(map(torch.equal, gradients(model(x).sum()), expected))
     assert applied.report().disk.read_bytes > 0
     os._exit(7)
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7
-assert applied._store.bytes_used == used
+assert applied.store.bytes_used == used
 assert all(map(torch.equal, gradients(loss), expected)), "the child has not written to its parent's file"
 print("fine")
 """
@@ -103,7 +103,7 @@ os.pwritev = slow
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))).to("{device}")
 applied = lowtide.apply(model, {policy!r})
 loss = model(torch.ones(256, 64, device="{device}")).sum()
-stored = [applied._store.put(torch.ones(100_000)) for _ in range(8)]
+stored = [applied.store.put(torch.ones(100_000)) for _ in range(8)]
 for one in stored:
     one.start()
 {end}

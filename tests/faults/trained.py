@@ -68,7 +68,7 @@ class Scene:
 
     @property
     def store(self):
-        return self.applied._store
+        return self.applied.store
 
     def assert_recovers(self) -> None:
         """Nothing is held now, and a step is as if nothing had happened."""

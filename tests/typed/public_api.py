@@ -110,7 +110,7 @@ def plans(model: nn.Module) -> None:
     assert_type(plan.policy, lowtide.Policy | None)
     assert_type(plan.peak_bytes, int)
     lowtide.apply(model, plan.policy)
-    lowtide.plan(model)  # type: ignore[call-arg]
+    lowtide.plan(model, batch={"ids": 1}, budget="24GiB")
     lowtide.plan(model, tokens=1024, rank=8)  # type: ignore[call-arg]
     plan.best.fits  # type: ignore[union-attr]  # noqa: B018  (nothing may fit)
 
