@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tiny_models import IS_4
+
 HERE = Path(__file__).parent
 
 
@@ -43,5 +45,9 @@ def test_vision_language_lora():
 def test_trainer_on_two_ranks_learns_what_the_plain_model_learns(setup: str):
     if setup.startswith("zero"):
         pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'lowtide[deepspeed]'")
+    if IS_4 and setup == "zero3 lora":
+        pytest.skip(
+            "transformers 4's Trainer cannot train adapters under ZeRO-3 with this DeepSpeed, with or without a policy"
+        )
     output = torchrun(HERE / "trainer_on_ranks.py", *setup.split())
     assert sorted(re.findall(r"rank ([01]): recomputes \[3, 3\]", output)) == ["0", "1"]
