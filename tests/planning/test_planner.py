@@ -21,7 +21,7 @@ import lowtide
 from lowtide import LowtideError
 from lowtide.errors import DoesNotFitError, InvalidValueError, MissingDependencyError, PlanError
 from lowtide.planning import find_accelerator, planner
-from lowtide.planning.job import Job
+from lowtide.planning.job import DTYPES, Job
 from lowtide.planning.longest import find_longest
 from lowtide.planning.models import build
 from lowtide.planning.region_costs import TREATMENTS
@@ -268,6 +268,7 @@ class TestAModuleOfOnesOwn:
         ("name", "settings", "message"),
         [
             ("own_model:tiny", {"tokens": 512}, "brings its own batch"),
+            ("own_model:tiny", {"batch_size": 4}, "brings its own batch"),
             ("own_model:blank", {}, 'make them with device="cpu"'),
             ("llama", {}, "give tokens="),
             ("llama", {"batch": own_model.batch()}, "goes with a module"),
@@ -276,6 +277,14 @@ class TestAModuleOfOnesOwn:
     def test_names_that_lack_something_are_refused(self, name: str, settings: dict, message: str):
         with pytest.raises(LowtideError, match=message):
             lowtide.plan(name, device="L40S", policy="none", **settings)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("base", ["bf16", "fp32"])
+def test_adapters_have_the_type_that_is_asked_for_whatever_the_bases(base: str, dtype: str):
+    model = build(find_target(CONFIG), Job(tokens=8, lora=8, dtype=base, lora_dtype=dtype))
+    kinds = {needs: {p.dtype for p in model.parameters() if p.requires_grad is needs} for needs in (True, False)}
+    assert kinds == {True: {DTYPES[dtype]}, False: {DTYPES[base]}}
 
 
 def test_a_model_without_mlps_of_their_own_is_planned_with_a_tiled_loss():

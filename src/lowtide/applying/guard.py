@@ -112,8 +112,7 @@ class Guard:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
                 "called without labels or in evaluation mode, or makes its loss of other logits: pass labels, or make "
-                "your own loss with "
-                "lowtide.linear_cross_entropy and leave tile(loss) out"
+                "your own loss with lowtide.linear_cross_entropy and leave tile(loss) out"
             )
         self._reached.clear()
         self._caches = DroppedCaches()

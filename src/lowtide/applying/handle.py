@@ -47,7 +47,7 @@ def apply(
     regions: Sequence[Selector] | None = None,
     strict: bool = True,
 ) -> Applied:
-    """`lowtide.apply` without a budget, where what it does is written down."""
+    """What `lowtide.apply` (`budget.py`) does once the policy is known. Nothing is changed unless all of it can be."""
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"apply needs a torch.nn.Module, got {type(model).__name__}")
     wanted = Policy.parse(policy)

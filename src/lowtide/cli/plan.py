@@ -243,7 +243,7 @@ def _longest(
     output: Format,
     to: Path | None,
 ) -> int:
-    from lowtide.planning.longest import POLICIES, find_longest
+    from lowtide.planning.longest import find_longest
     from lowtide.planning.planner import make_job, wanted_accelerator
 
     found: list[Longest] = _with_progress(
@@ -254,7 +254,7 @@ def _longest(
             figure=figure,
             budget=limits["budget"],
             host_budget=limits["host_budget"],
-            policies=POLICIES if policy is None else [policy],
+            policies=None if policy is None else [policy],
             cache=cache,
             progress=show,
         )

@@ -29,7 +29,7 @@ POLICIES = (
     "recompute+offload+tile(mlp)",
     "recompute+offload+tile",
 )
-"""Those whose tiling the model takes are looked at: `tile(mlp)` alone is for models that tile no loss."""
+"""The usual ones. `tile(mlp)` alone is for models that tile no loss: of these, what the model takes is looked at."""
 _STEP = {"tokens": 1024, "batch_size": 1}
 _FIRST = {"tokens": (2048, 8192), "batch_size": (1, 2)}
 _ROUNDS = 8
@@ -62,11 +62,11 @@ def find_longest(
     figure: str = "tokens",
     budget: int | str | None = None,
     host_budget: int | str | None = None,
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] | None = None,
     cache: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Longest]:
-    """The most `tokens` (to 1024) or the largest `batch_size` that fits, for each policy."""
+    """The most `tokens` (to 1024) or the largest `batch_size` that fits, for each policy, or each of the usual ones."""
     limit, host_limit = accelerator.budgets(budget, host_budget)
     found = []
     with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
@@ -78,7 +78,7 @@ def find_longest(
             candidate = judged(estimate, limit, host_limit, margins_for(asked, accelerator))
             return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), estimate
 
-        if policies is POLICIES:
+        if policies is None:
             policies = [policy for policy in POLICIES if _tiling_of(policy) in studio.facts.tilings]
         for place, policy in enumerate(policies):
             if progress is not None:

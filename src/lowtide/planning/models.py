@@ -45,8 +45,11 @@ def build_with_batch(target: Target, job: Job) -> tuple[nn.Module, Any]:
     else:
         model = _from_transformers(target, job)
     _check_version(model)
-    if batch is not None and job.tokens is not None:
-        raise InvalidValueError(f"{target.name} brings its own batch, which tells its size: leave tokens out")
+    if batch is not None and (job.tokens, job.batch_size, job.images) != (None, 1, None):
+        raise InvalidValueError(
+            f"{target.name} brings its own batch, and a batch tells its own size: leave tokens, batch_size and images "
+            "out"
+        )
     model.to("meta")
     return (model if job.lora is None else _with_adapters(model, job)), batch
 
@@ -168,5 +171,8 @@ def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
     targets = targets or "all-linear"
     config = peft.LoraConfig(r=job.lora, lora_alpha=job.lora, target_modules=targets)
     with _building(job):
-        adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=job.lora_dtype == "fp32")
+        adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # PEFT itself knows the base's type and float32
+            parameter.data = parameter.data.to(DTYPES[job.lora_dtype])
     return adapted.to("meta")

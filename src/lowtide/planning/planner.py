@@ -67,7 +67,8 @@ def plan(
     `model` is a module, a transformers configuration, the path of a `config.json` or its folder, one of the known names
     (`"Qwen3-8B"`), a name of the Hub (`"org/model"`), a model type, or `"MODULE:FACTORY"`. `tokens` is the length of
     each of `batch_size` sequences. A module that is not transformers' comes with a `batch`, the arguments of its
-    forward, which returns the loss; a factory may return both.
+    forward, which returns the loss; a factory may return both. A module is planned as it is; `dtype`, `lora` and `base`
+    are for models that are built here.
 
     `device` is an accelerator's name (without it, the one that is here), `budget` the memory to use of it, and
     `host_budget` the host's for each rank (if it is not given, twice the device's). With `policy` only that one is
@@ -77,8 +78,6 @@ def plan(
     memory; every allocation is counted.
     """
     target = find_target(model, batch)
-    if batch is not None and (tokens, batch_size, images) != (None, 1, None):
-        raise InvalidValueError("a batch tells its own size: leave tokens, batch_size and images out")
     job = make_job(
         tokens=tokens,
         batch_size=batch_size,
