@@ -37,6 +37,7 @@ def main() -> None:
         optimizer.zero_grad()
         accelerator.print(f"step {step}: loss {loss.item():.3f}")
     accelerator.print(lowtide.apply(accelerator.unwrap_model(model), POLICY).report())  # the same handle again
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.3f}")
     if rank == 0:
         print(lowtide.apply(model, POLICY).report())  # the same handle again
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def main() -> None:
         print("losses", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         print("recomputes", trainer.state.log_history[-2]["lowtide/recomputes"], "as logged")
         print(callback.applied.report() if callback.applied is not None else "")
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import pytest
 from tiny_models import IS_4
 
 HERE = Path(__file__).parent
+ON_RANK = HERE / "on_rank.py"
 
 
 def torchrun(script: Path, *arguments: str, timeout: float = 240) -> str:
     """What a script prints on two ranks."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ON_RANK)]
     done = subprocess.run(
         [*launch, str(script), *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"},

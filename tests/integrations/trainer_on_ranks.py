@@ -88,6 +88,7 @@ def main() -> None:
     assert torch.equal(*others), "the ranks agree"
     assert (weights - plain).abs().max() < TOLERANCE, "and on what the plain model learns"
     print(f"rank {torch.distributed.get_rank()}: recomputes {recomputes}", flush=True)  # noqa: T201  (the test reads it)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
