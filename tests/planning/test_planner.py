@@ -83,6 +83,7 @@ def test_a_plan_finds_the_fastest_policy_that_fits_and_it_can_be_applied(cache: 
     assert plan.timeline
     assert json.loads(plan.to_json())["policy"] == plan.best.policy
     assert "recompute" in told
+    assert any("4096 tokens are more than the 2048 positions" in note for note in plan.notes)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(CONFIG)
     with lowtide.apply(model, plan.policy) as applied:
@@ -299,6 +300,16 @@ def test_a_model_without_mlps_of_their_own_is_planned_with_a_tiled_loss():
     assert [row.policy for row in found] == [
         "none", "recompute", "recompute+tile(loss)", "recompute+offload+tile(loss)"
     ]  # fmt: skip
+
+
+def test_more_tokens_than_a_model_has_positions_are_named():
+    config = transformers.BertConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    with pytest.raises(PlanError, match=r"could not be simulated.*513 tokens are more than the 512 positions"):
+        lowtide.plan(config, tokens=513, device="L40S", policy="recompute")
+    with pytest.raises(PlanError, match=r"2048 tokens are more than the 512 positions .* ask for the largest batch"):
+        find_longest(config, Job(tokens=512), find_accelerator("L40S"), policies=["recompute"])
 
 
 def test_a_setting_that_a_live_model_has_already_is_refused():

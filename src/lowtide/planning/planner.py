@@ -236,11 +236,8 @@ class _Planner:
                 f"not all of {facts.model_class} can be tiled: it has no MLPs as modules of their own, or makes its "
                 "loss otherwise than transformers' models do of labels"
             )
-        longest = facts.longest
-        if longest is not None and (self._job.tokens or 0) > longest:
-            notes.append(
-                f"{self._job.tokens} tokens are more than the {longest} positions that the model's configuration names"
-            )
+        if too_long := facts.too_long(self._job.tokens):
+            notes.append(too_long)
         if self._accelerator.efficiencies == Efficiencies():
             notes.append(
                 "seconds are estimated from data sheets: the ranking is the claim. `lowtide calibrate` measures"

@@ -83,8 +83,13 @@ class RemoteStudio:
             kind, message = content
             raise getattr(errors, kind, PlanError)(message)
         if status == "failed":
-            raise PlanError(f"the step could not be simulated: {content}")
+            raise PlanError(f"the step could not be simulated: {content}{self._likely_reason()}")
         return content
+
+    def _likely_reason(self) -> str:
+        _, job, _ = self._opening
+        too_long = self._facts.too_long(job.tokens) if self._facts is not None else None
+        return f" ({too_long}: plan for fewer, or ask for the largest batch)" if too_long else ""
 
     def _last_words(self) -> str:
         self._process.wait()

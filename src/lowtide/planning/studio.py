@@ -47,6 +47,12 @@ class Facts:
     tilings: list[str]
     """What of it can run in tiles, as words of a policy; the first is none."""
 
+    def too_long(self, tokens: int | None) -> str | None:
+        """What is to be said of sequences that the model was not made for; it need not be a mistake."""
+        if self.longest is None or (tokens or 0) <= self.longest:
+            return None
+        return f"{tokens} tokens are more than the {self.longest} positions that the model's configuration names"
+
 
 class Studio:
     """One model, one job, one accelerator."""
