@@ -3,11 +3,15 @@
 Hooks of the module (FSDP's, DeepSpeed's, a user's) stay outside it. It knows its module, so a deep copy or an unpickled
 model calls its own parameters; and it is active only in the model that the policy was applied to: a copy runs plainly.
 It holds the module weakly, so that a model dies with its last reference as it did before.
+
+To those who look at it, it is the module's forward: it has its signature, by which the Trainer chooses a batch's
+columns, and a function that can be bound anew, as accelerate does.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -59,6 +63,25 @@ class Seam:
         if self.runtime is None or not self.runtime.is_active(module):
             return plain(*args, **kwargs)
         return self.runtime.run(module, plain, args, kwargs)
+
+    @property
+    def is_activation_policy(self) -> bool:
+        """Whether a policy is in force here. The audit, which knows nothing of this class, asks a forward for it."""
+        return self.runtime is not None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._plain(self.module))
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self._bound_to
+
+    def _bound_to(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What a method that somebody made of this calls, for this module or a copy of it."""
+        if module is not self._module():
+            return type(module).forward(module, *args, **kwargs)
+        return self(*args, **kwargs)
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
         """The module's forward as it was. It holds the module, for a backward that outlives the model's last name."""
