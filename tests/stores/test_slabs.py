@@ -62,6 +62,18 @@ def test_the_limit_counts_whole_slabs_and_a_refusal_changes_nothing():
     assert slabs.take(1, CPU) is None
 
 
+@pytest.mark.parametrize("size", [SLAB - ALIGNMENT, 3 * SLAB // 2, 5 * SLAB - 1])
+def test_at_the_limit_a_request_takes_few_pieces_and_all_that_is_free(size):
+    """Once, what was left in slabs was taken page by page: a copy for each."""
+    slabs = SlabPool(20 * SLAB, (SLAB, 8 * SLAB), allocate=lambda length: torch.empty(length, dtype=torch.uint8))
+    held = []
+    while (pieces := slabs.take(size, CPU)) is not None:
+        held.append(pieces)
+    assert max(len(pieces) for pieces in held) <= 6
+    assert slabs.reserved == 20 * SLAB
+    assert len(held) == 20 * SLAB // (-(-size // ALIGNMENT) * ALIGNMENT)
+
+
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_limit_below_a_page_takes_nothing(limit):
     assert pool(limit).take(1, CPU) is None

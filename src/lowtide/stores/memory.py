@@ -17,6 +17,11 @@ def round_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+def round_down(size: int) -> int:
+    """To whole pages."""
+    return size // PAGE * PAGE
+
+
 def pinned(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 

@@ -70,6 +70,13 @@ class Ground:
         self._is_changing = False
         return self._used
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest range that is free."""
+        self._begin()
+        self._is_changing = False
+        return max((end - start for start, end in self._free.ranges), default=0)
+
     def cut(self, length: int) -> Cut | None:
         """A piece, or nothing if no free range is long enough."""
         self._begin()

@@ -3,8 +3,8 @@
 A slab serves one device: copies to and from it are in the order of that device's streams, and of no other's.
 
 Torch's host allocator rounds every block to a power of two, which can double the memory that offload takes. So the
-pool asks for slabs of one power-of-two size and cuts them itself: a large tensor is spread over several slabs, and
-small ones share one. A slab goes back to torch (which caches it) when nothing in it is used.
+pool asks for slabs of power-of-two sizes and cuts them itself: a large tensor is spread over several slabs, in as few
+pieces as there is room for, and small ones share one. A slab goes back to torch (which caches it) when nothing in it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from lowtide.errors import InvalidValueError
-from lowtide.stores.memory import PAGE, HostMemory, round_up
+from lowtide.stores.memory import PAGE, HostMemory, round_down, round_up
 from lowtide.stores.ranges import Ground
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ class SlabPool:
         """Pieces that hold `size` bytes of a device together, or nothing if the limit does not allow it."""
         pieces: list[Piece] = []
         while size > 0:
-            part = min(size, self._next_slab())
+            part = min(round_up(size), self._longest_piece(device))
             try:
-                piece = self._cut(round_up(part), device)
+                piece = self._cut(part, device) if part else None
             except RuntimeError:  # no memory left: what was taken goes back now, and not with the traceback
                 pieces.clear()
                 raise
@@ -109,22 +109,26 @@ class SlabPool:
         self._slabs = [weakref.ref(slab) for slab in slabs]
         return slabs
 
+    def _longest_piece(self, device: torch.device) -> int:
+        """The most bytes that one piece can have: those of a new slab, or of the longest free range."""
+        free = (slab.ground.longest for slab in self._living() if slab.device == device)
+        return max([self._next_slab(), *free])
+
     def _next_slab(self) -> int:
+        """The size of the next slab; 0 if the limit allows none."""
         reserved = self.reserved
         size = _slab_after(reserved, self._smallest, self._largest)
         if self._limit is None:
             return size
-        left = self._limit - reserved
-        return max(ALIGNMENT, min(size, left // ALIGNMENT * ALIGNMENT))
+        return max(0, min(size, round_down(self._limit - reserved)))
 
     def _cut(self, size: int, device: torch.device) -> Piece | None:
+        """A piece no longer than the longest, of a new slab if no free range is long enough."""
         for slab in self._living():
             cut = slab.ground.cut(size) if slab.device == device else None
             if cut is not None:
                 return Piece(slab, cut)
-        length = max(self._next_slab(), size)
-        if self._limit is not None and self.reserved + length > self._limit:
-            return None
+        length = self._next_slab()
         slab = _Slab(self._allocate(length), device, Ground(length))
         self._slabs.append(weakref.ref(slab))
         cut = slab.ground.cut(size)
