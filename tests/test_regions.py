@@ -55,6 +55,13 @@ def test_a_sequential_is_a_stack_too():
     assert names(nn.Sequential(Block(), Block())) == ["0", "1"]
 
 
+def test_a_dictionary_of_numbered_blocks_is_a_stack_too():
+    """torchtitan keeps its layers so. Two towers of one kind are none."""
+    assert names(nn.ModuleDict({"layers": nn.ModuleDict({"0": Block(), "1": Block()})})) == ["layers.0", "layers.1"]
+    with pytest.raises(NoRegionError):
+        find_regions(nn.ModuleDict({"query": Block(), "document": Block()}))
+
+
 def test_two_towers():
     model = nn.ModuleDict({"vision": nn.ModuleDict({"blocks": stack(2)}), "text": nn.ModuleDict({"layers": stack(2)})})
     assert names(model) == ["vision.blocks.0", "vision.blocks.1", "text.layers.0", "text.layers.1"]
@@ -115,7 +122,7 @@ def test_nested_choices_take_the_outer_one():
     [
         (nn.Linear(3, 3), None, "name its blocks"),
         (nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3)), None, "Sequential has no stack"),
-        (nn.ModuleDict({"layers": stack(2)}), ["blocks.*"], "fits blocks"),
+        (nn.ModuleDict({"layers": stack(2)}), ["blocks.*"], r"fits 'blocks\.\*'"),
     ],
 )
 def test_no_region_is_an_error(model, select, says):

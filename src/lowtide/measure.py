@@ -14,6 +14,8 @@ class RegionLedger:
     """Calls in training, with gradients on."""
     recomputes: int = 0
     """Times its forward was run again in backward."""
+    nested: int = 0
+    """Calls inside somebody else's checkpoint, which decides what is kept."""
     saved_bytes: int = 0
     """Bytes that were saved; what regions share is counted once."""
     movable_bytes: int = 0

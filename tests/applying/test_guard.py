@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.applying import region_runtime
+from lowtide.applying import guard, region_runtime
 from lowtide.errors import CacheError, SilentNoOpError
 
 
@@ -175,6 +175,55 @@ def test_a_tower_that_runs_without_gradients_owes_nothing(x, finish):
     else:
         applied.remove()
     assert hooks_on(model) == 0
+
+
+@pytest.mark.parametrize("kinds", [("picture", "text"), ("text", "picture"), ("text", "text", "picture")])
+def test_a_tower_that_the_first_batches_leave_out_is_watched_on(x, kinds):
+    """Batches of texts and pictures in any order: a tower in evaluation mode is found when backward comes by it."""
+    model = nn.ModuleDict({"tower": Stack().eval(), "text": Stack()})
+    applied = lowtide.apply(model, "recompute")
+
+    def train():
+        for kind in kinds:
+            y = model["text"](x)[-1]
+            (y + model["tower"](x)[-1] if kind == "picture" else y).sum().backward()
+
+    with pytest.raises(SilentNoOpError, match=r"region 'tower\.layers\.0': it ran in evaluation mode"):
+        train()
+    assert applied.report().regions[-1].recomputes == kinds.index("picture") + 1
+
+
+def test_a_region_that_was_checked_is_watched_no_more(x, monkeypatch):
+    model = nn.ModuleDict({"tower": Stack(), "text": Stack()})
+    lowtide.apply(model, "recompute")
+    model["text"](x)[-1].sum().backward()
+    looked_at = []
+    monkeypatch.setattr(guard, "_nodes_behind", lambda output, _first: looked_at.append(output) or [])
+    model["text"](x)
+    assert looked_at == []
+    model["tower"](x)
+    assert len(looked_at) == 3
+
+
+class TestInsideAnotherCheckpoint:
+    """A trainer that switches the model's own checkpointing on after the policy was applied (TRL does by default)."""
+
+    def step(self, x, policy: str) -> lowtide.Applied:
+        model = Stack()
+        applied = lowtide.apply(model, policy)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.sum().backward()
+        return applied
+
+    def test_offload_that_finds_nothing_says_what_is_around_it(self, x, tmp_path):
+        with pytest.raises(SilentNoOpError, match="ran inside another checkpoint, which keeps the inputs itself: swi"):
+            self.step(x, f"recompute+offload(disk={tmp_path}, tmpfs)")
+
+    def test_recompute_twice_is_a_warning(self, x):
+        with pytest.warns(UserWarning, match="ran inside another checkpoint, so it is recomputed twice: switch that"):
+            applied = self.step(x, "recompute")
+        assert [region.recomputes for region in applied.report().regions] == [1] * 3
 
 
 def test_blocks_that_also_run_without_gradients_are_no_alarm(x):

@@ -2,7 +2,8 @@
 
 A flag that silently does nothing is what this project exists to end. Each region that ran is watched through the nodes
 that it added to the graph and that saved something: when backward comes by one of them, the region must be recomputed.
-When the first backward is over, a region that was not, or whose inputs never reached the store, is named in an error.
+When the first backward that comes by it is over, a region that was not, or whose inputs never reached the store, is
+named in an error; the others are watched on, for a batch of texts says nothing about a vision tower.
 A block that added no such node (it was skipped, it handed its input on) owes nothing. Nor does one that ran without
 gradients, as frozen towers do, unless gradients arrive at its parameters all the same. A block in evaluation mode runs
 plainly; if backward comes by it all the same, somebody forgot `model.train()`.
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Watches the regions of one applied policy until one backward has been checked."""
+    """Watches the regions of one applied policy, each until one backward that came by it has been checked."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
@@ -43,13 +44,18 @@ class Guard:
         self._by_itself: set[str] = set()
         self._in_evaluation: set[str] = set()
         self._caches = DroppedCaches()
-        self.done = False
+        self._settled: set[str] = set()
+        self._has_checked = False
         self.loss: TileLedger | None = None
         """The counts of the tiled loss, if there should be one."""
 
+    def is_settled(self, region: RegionRuntime) -> bool:
+        """Whether a backward that came by it has been checked."""
+        return region.ledger.name in self._settled
+
     def watch(self, region: RegionRuntime, output: Any, first_node: int, *, in_training: bool) -> None:
-        """Note it if backward comes by a node from `first_node` on; costs nothing once the check is done."""
-        if self.done:
+        """Note it if backward comes by a node from `first_node` on; costs nothing once that has been checked."""
+        if self.is_settled(region):
             return
         if not in_training:
             self._in_evaluation.add(region.ledger.name)
@@ -62,7 +68,7 @@ class Guard:
         (Reformer's reversible layers), where no policy acts. Once it has run with gradients, too, all is well: so do
         blocks inside somebody's reentrant checkpoint, and blocks that also serve as a frozen reference."""
         name = region.ledger.name
-        if self.done or name in self._without_gradients:
+        if self._has_checked or name in self._without_gradients:
             return
         parameter = next((p for p in module.parameters() if p.requires_grad and p.is_leaf), None)
         if parameter is not None:
@@ -72,7 +78,7 @@ class Guard:
 
     def note_cache(self, cache: Any, places: set[int], name: str) -> None:
         """A block was given a cache, and it was dropped."""
-        if not self.done:
+        if not self._has_checked:
             self._caches.note(cache, places, name)
 
     def close(self) -> None:
@@ -88,7 +94,7 @@ class Guard:
             warnings.warn(f"lowtide: {message}", stacklevel=2)
 
     def _reach(self, region: RegionRuntime) -> None:
-        if self.done:
+        if self.is_settled(region):
             return
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # a new one; if the last failed, its callback never came
@@ -104,21 +110,32 @@ class Guard:
             self._reach(region)
 
     def _check(self) -> None:
-        self.done = True
-        self.close()
         findings = [text for region in self._reached.values() for text in self._findings(region)]
-        findings += [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
+        if not self._has_checked:
+            findings += self._findings_of_the_first()
+        self._settled.update(self._reached)
+        twice = [name for name, region in self._reached.items() if region.policy.recompute and region.ledger.nested]
+        self._reached.clear()
+        if findings:
+            self._say("\n".join(findings))
+        elif twice:
+            warnings.warn(f"lowtide: {_recomputed_twice(twice[0])}", stacklevel=2)
+
+    def _findings_of_the_first(self) -> list[str]:
+        """What is looked at once: caches that were dropped, the loss, and blocks that ran without gradients."""
+        self._has_checked = True
+        self.close()
+        findings = [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
+        self._caches = DroppedCaches()
         if self.loss is not None and not self.loss.calls:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
                 "called without labels or in evaluation mode, or makes its loss of other logits: pass labels, or make "
                 "your own loss with lowtide.linear_cross_entropy and leave tile(loss) out"
             )
-        self._reached.clear()
-        self._caches = DroppedCaches()
-        if not findings:
-            return
-        message = "\n".join(findings)
+        return findings
+
+    def _say(self, message: str) -> None:
         if self._strict:
             raise SilentNoOpError(message)
         warnings.warn(f"lowtide: {message}", stacklevel=2)
@@ -166,7 +183,9 @@ def _findings(region: RegionRuntime) -> list[str]:
             f"region {ledger.name!r}: expected a recompute in backward, saw {ledger.forwards} forwards and none. "
             "Something inside it keeps its own graph: name smaller regions with regions=[...]"
         )
-    if policy.offload and ledger.movable_bytes == 0:
+    if policy.offload and ledger.movable_bytes == 0 and ledger.nested:
+        found.append(_inside_another(ledger.name))
+    elif policy.offload and ledger.movable_bytes == 0:
         found.append(
             f"region {ledger.name!r}: expected its saved tensors to be offloaded, saw none that could be: "
             f"{ledger.saved_bytes} bytes stay on the device. Its inputs are small, are parameters, or are hidden in an "
@@ -179,6 +198,23 @@ def _findings(region: RegionRuntime) -> list[str]:
             "apply the policy after whatever replaces it, or leave tile(mlp) out"
         )
     return found
+
+
+_SWITCH_OFF = (
+    "switch that off (gradient_checkpointing=False, where a trainer switches it on after the policy was applied), or "
+    "apply the policy after it, as LowtideCallback does"
+)
+
+
+def _inside_another(name: str) -> str:
+    return (
+        f"region {name!r}: expected its saved tensors to be offloaded, and it ran inside another checkpoint, which "
+        f"keeps the inputs itself: {_SWITCH_OFF}"
+    )
+
+
+def _recomputed_twice(name: str) -> str:
+    return f"region {name!r} ran inside another checkpoint, so it is recomputed twice: {_SWITCH_OFF}"
 
 
 def _ran_in_evaluation(name: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import fnmatch
-import logging
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import nn
 
+from lowtide.applying.checks import check_policy, check_reach, offloads
 from lowtide.applying.guard import Guard
 from lowtide.applying.loss_runtime import HeadRuntime, OwnerRuntime
 from lowtide.applying.own_memory import OwnMemory
@@ -21,8 +20,7 @@ from lowtide.applying.seam import Seam
 from lowtide.applying.tile_runtime import TileRuntime
 from lowtide.checkpointing import Schedule
 from lowtide.checkpointing.saving import OneByOne
-from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
-from lowtide.losses.head_loss import count_classes
+from lowtide.errors import InvalidValueError
 from lowtide.measure import RegionLedger, TileLedger
 from lowtide.policy import Policy
 from lowtide.regions import Region, find_head, find_mlps, find_regions
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from lowtide.regions import Selector
     from lowtide.stores import Store
 
-logger = logging.getLogger(__name__)
-
 
 def apply(
     model: nn.Module,
@@ -52,13 +48,12 @@ def apply(
         raise InvalidValueError(f"apply needs a torch.nn.Module, got {type(model).__name__}")
     wanted = Policy.parse(policy)
     found = find_regions(model, regions)
-    _check_rules(wanted, found)
-    _check_device(model, wanted, found)
-    _check_tiles(model, wanted, found)
+    check_policy(model, wanted, found)
     previous = applied_to(model)
     if len(previous) == 1 and previous[0].is_the_same(wanted, found, strict=strict):
         return previous[0]
-    store = store_for(wanted) if _offloads(wanted, found) else None  # may be refused, so before anything is changed
+    check_reach(model, [region for handle in previous for region in handle.regions])
+    store = store_for(wanted) if offloads(wanted, found) else None  # may be refused, so before anything is changed
     for handle in previous:
         handle.remove()
     return Applied(model, wanted, found, store, strict=strict)
@@ -147,7 +142,7 @@ class Applied:
         self.remove()
 
     def _install(self, model: nn.Module, regions: list[Region]) -> None:
-        self._switch_off_own_checkpointing(model)
+        self._switch_off_own_checkpointing(model, regions)
         guard = self._guard
         tiled = self._tile_mlps(regions)
         self._tile_loss(model, guard)
@@ -192,18 +187,20 @@ class Applied:
         self._put(owner, calls)
         self._put(module, HeadRuntime(calls, guard.loss, self.policy.loss_tokens))
 
-    def _switch_off_own_checkpointing(self, model: nn.Module) -> None:
-        """Else every block would be recomputed twice."""
-        if self.policy.is_none and not self.policy.overrides:
+    def _switch_off_own_checkpointing(self, model: nn.Module, regions: list[Region]) -> None:
+        """Else blocks would be recomputed twice, and those that the policy leaves alone once. Tiles do not mind it."""
+        policies = [self.policy.for_region(region.name) for region in regions]
+        if not any(policy.recompute or policy.offload for policy in policies):
             return
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) is True:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._flags.append(weakref.ref(module))
         if self._flags:
-            logger.warning(
-                "the model's own gradient checkpointing is switched off while Lowtide's policy %s is in force",
-                self.policy.describe(),
+            warnings.warn(
+                "lowtide: the model's own gradient checkpointing is switched off while the policy "
+                f"{self.policy.describe()} is in force",
+                stacklevel=2,
             )
 
 
@@ -212,49 +209,6 @@ def _policy_of(policy: Policy, region: Region) -> Policy:
     if chosen.recompute and region.index % chosen.every:
         return Policy()
     return chosen
-
-
-def _check_rules(policy: Policy, regions: list[Region]) -> None:
-    """A rule that fits nothing would silently do nothing."""
-    names = [region.name for region in regions] + [name for _, name, _ in find_mlps(regions)]
-    for pattern, _ in policy.overrides:
-        if not fnmatch.filter(names, pattern):
-            raise InvalidValueError(
-                f"the rule {pattern!r} of policy {policy.describe()!r} fits no block and no MLP: they are called like "
-                f"{regions[0].name!r}"
-            )
-
-
-def _check_tiles(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
-    """What should be tiled must be there, before anything is changed."""
-    if "loss" in policy.tile:
-        count_classes(find_head(model).module)
-    wanted = [region for region in regions if "mlp" in policy.for_region(region.name).tile]
-    found = find_mlps(wanted)
-    if found and (bare := sorted({region.name for region in wanted} - {region.name for region, _, _ in found})):
-        logger.warning("tile(mlp): no MLP as a module of its own in %s: nothing is tiled there", ", ".join(bare))
-    if wanted and not found:
-        raise NoRegionError(
-            f"tile(mlp): no block of {type(model).__name__} holds an MLP or a mixture of experts as a module of its "
-            "own. Leave tile(mlp) out, or call lowtide.tile where the block makes its intermediates"
-        )
-
-
-def _offloads(policy: Policy, regions: list[Region]) -> bool:
-    return any(policy.for_region(region.name).offload for region in regions)
-
-
-def _check_device(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
-    """Host offload frees nothing if there is no accelerator to offload from. The model may still be moved to one."""
-    if policy.offload == "disk" or not _offloads(policy, regions) or torch.accelerator.is_available():
-        return
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "cpu":
-        raise OffloadError(
-            f"policy {policy.describe()!r} offloads to the host, and {type(model).__name__} is on the CPU with no "
-            "accelerator here: its activations are in host memory already. Use 'recompute', or the disk tier: "
-            "'recompute+offload(disk=/a/directory)'"
-        )
 
 
 def applied_to(model: nn.Module) -> list[Applied]:

@@ -54,7 +54,7 @@ class RegionRuntime:
         """Whether a backward may come. If there seems to be none, the guard sees to it that there is none."""
         if module.training and not torch.is_grad_enabled():
             self.guard.expect_no_gradient(self, module)
-        return torch.is_grad_enabled() and (module.training or not self.guard.done)
+        return torch.is_grad_enabled() and (module.training or not self.guard.is_settled(self))
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward: under its policy in training, plainly in evaluation. The guard wants to know of both."""

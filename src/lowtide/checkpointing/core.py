@@ -90,7 +90,9 @@ def run_region(
     replay = _Replay(function, args, kwargs, frame, ledger)
     del args, kwargs
     ledger.forwards += 1
-    if schedule is None or is_inside_checkpoint():
+    is_nested = is_inside_checkpoint()
+    ledger.nested += is_nested
+    if schedule is None or is_nested:
         return non_reentrant_checkpoint(replay, *tensors, **options)  # type: ignore[no-any-return]
     call = schedule.begin(ledger, skip)
     replay.on_entry = call.packed_all

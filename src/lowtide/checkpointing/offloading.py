@@ -55,6 +55,7 @@ class offload:  # noqa: N801  (a context manager, used like a function)
 def offload_hooks(conveyor: OneByOne, ledger: RegionLedger) -> AbstractContextManager[Any]:
     """Hooks that put saved tensors on a conveyor. Inside a checkpoint there is nothing to hook: nothing is kept."""
     if is_inside_checkpoint():
+        ledger.nested += 1
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: conveyor.pack(tensor, ledger), _unpack)
 

@@ -1,15 +1,15 @@
 """transformers' `Trainer`, and everything built on it (TRL's `SFTTrainer` and others).
 
-    trainer = SFTTrainer(model, ..., callbacks=[LowtideCallback("recompute+tile")])
+    trainer = SFTTrainer(model, ..., callbacks=[LowtideCallback("recompute+tile(mlp)")])
 
 or, so that the figures reach every reporter (W&B, TensorBoard), which are callbacks of their own and come first:
 
     trainer = SFTTrainer(model, ...)
-    attach(trainer, "recompute+tile")
+    attach(trainer, "recompute+tile(mlp)")
 
 `lowtide.apply(model, policy)` before the trainer is made works as well; the callback does it when training begins, logs
 what happens, and undoes it at the end. With `gradient_checkpointing=True` in the trainer's arguments, the model's own
-checkpointing is switched off while the policy is in force, and that is said in the log.
+checkpointing is switched off while the policy is in force, and a warning says so.
 """
 
 from __future__ import annotations

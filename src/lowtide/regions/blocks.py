@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lowtide.errors import NoRegionError
+from lowtide.errors import InvalidValueError, NoRegionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,9 +36,12 @@ class Region:
 
 def find_regions(model: nn.Module, select: Sequence[Selector] | None = None) -> list[Region]:
     """The regions of a model in the order of its modules. Raises `NoRegionError` if there is none."""
-    found = list(_selected(model, select)) if select is not None else [*_marked(model), *_stacked(model)]
+    found = _selected(model, select) if select is not None else [*_marked(model), *_stacked(model)]
     if not found:
-        raise NoRegionError(_nothing_found(model, select))
+        raise NoRegionError(
+            f"{type(model).__name__} has no stack of repeated blocks to recompute or offload: name its blocks with "
+            'regions=["encoder.layer.*"] (globs on module names, class names or classes)'
+        )
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return _numbered(sorted(found, key=lambda pair: order[pair[0]]))
 
@@ -53,12 +56,29 @@ def _numbered(found: list[tuple[str, nn.Module]]) -> list[Region]:
     return regions
 
 
-def _selected(model: nn.Module, select: Sequence[Selector]) -> Iterator[tuple[str, nn.Module]]:
-    taken: list[str] = []
+def _selected(model: nn.Module, select: Sequence[Selector]) -> list[tuple[str, nn.Module]]:
+    """What the user names, outermost first. A selector that fits nothing would silently do nothing."""
+    if isinstance(select, str | type):
+        raise InvalidValueError(f"regions is a list, like regions=[{_as_code(select)}]")
+    found: list[tuple[str, nn.Module]] = []
+    used: set[Selector] = set()
     for name, module in model.named_modules():
-        if name and not _is_within(name, taken) and any(_fits(name, module, selector) for selector in select):
-            taken.append(name)
-            yield name, module
+        fitting = [selector for selector in select if _fits(name, module, selector)]
+        if name and fitting and _is_called(module):
+            used.update(fitting)
+            if not _is_within(name, [taken for taken, _ in found]):
+                found.append((name, module))
+    if unused := [selector for selector in select if selector not in used]:
+        raise NoRegionError(
+            f"no module of {type(model).__name__} that is called fits {', '.join(map(_as_code, unused))}: give class "
+            "names, classes or globs on module names. Containers (ModuleList) are not called: name what is in them, "
+            "like 'layers.*'"
+        )
+    return found
+
+
+def _as_code(selector: Selector) -> str:
+    return repr(selector) if isinstance(selector, str) else selector.__name__
 
 
 def _fits(name: str, module: nn.Module, selector: Selector) -> bool:
@@ -100,19 +120,29 @@ def _stacked(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks of a stack: children with parts and parameters of their own, two of them of one class."""
-    if not isinstance(container, nn.ModuleList | nn.Sequential):
+    if not isinstance(container, nn.ModuleList | nn.Sequential) and not _is_numbered(container):
         return []
     blocks = [(name, child) for name, child in container.named_children() if _is_block(child)]
     classes = collections.Counter(type(block) for _, block in blocks)
     return blocks if classes and max(classes.values()) > 1 else []
 
 
+def _is_numbered(container: nn.Module) -> bool:
+    """A dictionary whose keys are numbers (torchtitan's layers) is a stack. Names may be those of towers."""
+    return isinstance(container, nn.ModuleDict) and all(name.isdecimal() for name in container)
+
+
 def _is_block(module: nn.Module) -> bool:
-    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
-        return False  # never called: a ModuleList, or a bare Module that only names its parts (a VQGAN's levels)
+    if not _is_called(module):
+        return False
     has_parts = any(True for _ in module.children())
     has_marked = any(_is_marked(inner) for inner in module.modules())
     return has_parts and not has_marked and any(True for _ in module.parameters())
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Not a ModuleList, nor a bare Module that only names its parts (a VQGAN's levels)."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _are_alike(blocks: list[tuple[str, nn.Module]]) -> bool:
@@ -122,14 +152,3 @@ def _are_alike(blocks: list[tuple[str, nn.Module]]) -> bool:
     )
     with_twin = sum(count for count in forms.values() if count > 1)
     return 2 * with_twin > len(blocks)
-
-
-def _nothing_found(model: nn.Module, select: Sequence[Selector] | None) -> str:
-    kind = type(model).__name__
-    if select is not None:
-        wanted = ", ".join(s if isinstance(s, str) else s.__name__ for s in select)
-        return f"no module of {kind} fits {wanted}: give class names, classes or globs on module names"
-    return (
-        f"{kind} has no stack of repeated blocks to recompute or offload: name its blocks with "
-        'regions=["encoder.layer.*"] (globs on module names, class names or classes)'
-    )

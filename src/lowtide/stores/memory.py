@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 PAGE = 4096
 """What direct I/O wants addresses, lengths and offsets to be multiples of."""
@@ -37,7 +35,7 @@ class HostMemory:
     """Allocates pinned memory for one store.
 
     When the system has none left (a driver's or a container's limit), memory is pageable: everything stays right, and
-    copies to it no longer overlap with compute. That is logged once, and `pageable_bytes` tells how much it was.
+    copies to it no longer overlap with compute. A warning says so once, and `pageable_bytes` tells how much it was.
     """
 
     def __init__(self) -> None:
@@ -48,11 +46,12 @@ class HostMemory:
             return pinned(size)
         except RuntimeError as error:
             if not self.pageable_bytes:
-                logger.warning(
-                    "no pinned memory left for %d bytes (%s): the store goes on with pageable memory, whose copies do "
-                    "not overlap with compute. Lower the host limit, or raise the limit of locked memory (ulimit -l)",
-                    size,
-                    str(error).splitlines()[0],
+                reason = str(error).splitlines()[0]
+                warnings.warn(
+                    f"lowtide: no pinned memory left for {size} bytes ({reason}): the store goes on with pageable "
+                    "memory, whose copies do not overlap with compute. Lower the host limit, or raise the limit of "
+                    "locked memory (ulimit -l)",
+                    stacklevel=2,
                 )
             self.pageable_bytes += size
             return page_aligned(size)

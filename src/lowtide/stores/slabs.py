@@ -4,7 +4,8 @@ A slab serves one device: copies to and from it are in the order of that device'
 
 Torch's host allocator rounds every block to a power of two, which can double the memory that offload takes. So the
 pool asks for slabs of power-of-two sizes and cuts them itself: a large tensor is spread over several slabs, in as few
-pieces as there is room for, and small ones share one. A slab goes back to torch (which caches it) when nothing in it is used.
+pieces as there is room for, and small ones share one. A slab goes back to torch (which caches it) when nothing in it
+is used.
 """
 
 from __future__ import annotations
