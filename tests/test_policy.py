@@ -41,6 +41,8 @@ from lowtide.errors import InvalidValueError
         ("tile(mlp, shards=4)", Policy(tile=("mlp",), tile_shards=4)),
         ("tile(tokens=16, loss_tokens=32)", Policy(tile=("mlp", "loss"), tile_tokens=16, loss_tokens=32)),
         ("tiled_mlp", Policy(tile=("mlp",))),
+        ("tile(mlp)+tile(loss)", Policy(tile=("mlp", "loss"))),
+        ("tile(loss)+recompute+tiled_mlp", Policy(recompute=True, tile=("mlp", "loss"))),
     ],
 )
 def test_strings(text, expected):
@@ -73,6 +75,9 @@ def test_sizes_are_described_for_people():
     ("mapping", "expected"),
     [
         ({"recompute": True, "offload": True}, Policy(recompute=True, offload="host")),
+        ({"tile": ["loss"], "tiled_mlp": True}, "tile"),
+        ({"tiled_mlp": True, "tile": False}, "tile(mlp)"),
+        ({"recompute": True, "tile": None, "overrides": None}, "recompute"),
         ({"recompute": True, "offload": "host", "host_limit": "1GiB"}, "recompute+offload(host=1GiB)"),
         (
             {"recompute": True, "offload": "disk", "disk": Path("/scratch"), "disk_limit": "1GiB"},
@@ -147,6 +152,9 @@ def test_dicts(mapping, expected):
         ("offload(disk=/scratch, limit)", "'' is not a memory size"),
         ({"recompute": True, "overrides": "visual.*: none"}, "pairs of a glob and a policy"),
         ({"recompute": True, "overrides": {"visual.*": "none; *.0: recompute"}}, "rules of its own"),
+        ({"gradient_checkpointing_kwargs": True}, "gradient_checkpointing_kwargs must be a dict, got True"),
+        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false, got 'yes'"),
+        ({"tile": 4}, "tile is true, false or a list of mlp, loss, got 4"),
         (7, "not int"),
     ],
 )

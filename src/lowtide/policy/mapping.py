@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
 from lowtide.policy.text import read_text
-from lowtide.policy.words import PARTS, WORDS, meaning
+from lowtide.policy.words import PARTS, WORDS, meaning, united
 from lowtide.spelling import unknown
 from lowtide.units import parse_bytes, parse_tokens
 
@@ -20,26 +20,38 @@ def read_mapping(mapping: Mapping[str, Any], own: list[str]) -> Fields:
     """The fields of a policy, of which `own` are the names."""
     fields: Fields = {}
     for key, value in mapping.items():
-        if key in own:
-            fields[key] = _FORMS[key](value) if key in _FORMS else value
-        elif key == "gradient_checkpointing_kwargs":
-            if value is not None and mapping.get("gradient_checkpointing") is not False:  # they switch nothing on
-                fields |= _checkpointing_kwargs(value)
-        elif key == "tiled_mlp_num_shards":  # axolotl
-            fields["tile_shards"] = value
-        elif key in WORDS and isinstance(value, bool):
-            fields |= meaning(key) if value else {}
-        elif key == "activation_checkpointing" and isinstance(value, Mapping):
-            fields |= _deepspeed_block(value)
-        elif key in _CHOICES:
-            fields |= _choice(key, value)
-        else:
-            raise InvalidValueError(unknown(key, [*own, *WORDS], "setting of a policy"))
+        if key == "gradient_checkpointing_kwargs" and mapping.get("gradient_checkpointing") is False:
+            continue  # they switch nothing on
+        fields = united(fields, _read(key, value, own))
     return fields
 
 
+def _read(key: str, value: Any, own: list[str]) -> Fields:
+    """What one setting says."""
+    if key in own:
+        return {key: _FORMS[key](value) if key in _FORMS else value}
+    if key == "gradient_checkpointing_kwargs" and value is None:
+        return {}
+    if key == "gradient_checkpointing_kwargs" and isinstance(value, Mapping):
+        return _checkpointing_kwargs(value)
+    if key == "tiled_mlp_num_shards":  # axolotl
+        return {"tile_shards": value}
+    if key in WORDS and isinstance(value, bool):
+        return meaning(key) if value else {}
+    if key == "activation_checkpointing" and isinstance(value, Mapping):
+        return _deepspeed_block(value)
+    if key in _CHOICES:
+        return _choice(key, value)
+    if key in (*WORDS, "gradient_checkpointing_kwargs"):
+        kind = "a dict" if key.endswith("_kwargs") else "true or false"
+        raise InvalidValueError(f"{key} must be {kind}, got {value!r}")
+    raise InvalidValueError(unknown(key, [*own, *WORDS], "setting of a policy"))
+
+
 def _rules(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, str):
+    if value is None:
+        return []
+    if not isinstance(value, Mapping | list | tuple):
         raise InvalidValueError(
             f"overrides are pairs of a glob and a policy, like {{'visual.*': 'none'}}, not {value!r}"
         )
@@ -51,8 +63,10 @@ def _place(value: Any) -> Any:
 
 
 def _parts_to_tile(value: Any) -> tuple[str, ...]:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or value is None:
         return PARTS if value else ()
+    if not isinstance(value, str | list | tuple):
+        raise InvalidValueError(f"tile is true, false or a list of {', '.join(PARTS)}, got {value!r}")
     return (value,) if isinstance(value, str) else tuple(value)
 
 

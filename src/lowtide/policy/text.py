@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from lowtide.errors import InvalidValueError
-from lowtide.policy.words import WORDS, meaning
+from lowtide.policy.words import WORDS, meaning, united
 from lowtide.spelling import unknown
 from lowtide.units import parse_bytes, parse_tokens
 
@@ -44,8 +44,9 @@ def _terms(text: str, whole: str) -> Fields:
         if match is None:
             raise InvalidValueError(f"{part.strip()!r} in policy {whole!r} is not a word or word(setting=value)")
         settings = [setting.strip() for setting in (match["settings"] or "").split(",") if setting.strip()]
-        fields |= meaning(match["word"])
-        fields |= _tile(settings, whole) if match["word"] == "tile" else _others(match["word"], settings, whole)
+        word = meaning(match["word"])
+        word |= _tile(settings, whole) if match["word"] == "tile" else _others(match["word"], settings, whole)
+        fields = united(fields, word)
     return fields
 
 

@@ -46,3 +46,9 @@ def meaning(word: str) -> Fields:
     if word not in WORDS:
         raise InvalidValueError(unknown(word, WORDS, "word of a policy"))
     return dict(WORDS[word])
+
+
+def united(fields: Fields, more: Fields) -> Fields:
+    """What both say: parts to tile add up, and of everything else the later one counts."""
+    parts = (*fields.get("tile", ()), *more.get("tile", ()))
+    return {**fields, **more, **({"tile": parts} if parts else {})}
