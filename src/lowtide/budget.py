@@ -49,6 +49,10 @@ def apply(
         return applying.apply(model, chosen, regions=regions, strict=strict)
     if policy is not None:
         raise InvalidValueError("give a policy or a budget: with budget= the plan chooses the policy")
+    if regions is not None:
+        raise InvalidValueError(
+            "regions= and budget=: a plan finds the blocks by itself. Plan first, then give its policy"
+        )
     if tokens is None and job.get("batch") is None:
         raise InvalidValueError("budget= needs tokens=, the length of the sequences that should fit, or batch=")
     found = plan(model, tokens=tokens, budget=budget, **job)
@@ -57,4 +61,4 @@ def apply(
             f"no policy fits {format_bytes(parse_bytes(budget))} with {found.job.size}. The least is "
             f"{found.least.policy}, which {found.least.limit}"
         )
-    return applying.apply(model, found.policy, regions=regions, strict=strict)
+    return applying.apply(model, found.policy, strict=strict)

@@ -242,6 +242,24 @@ class TestLogits:
         with pytest.raises(LogitsNotComputedError, match="reshaped"):
             outputs.logits.view(-1, 7)
 
+    @pytest.mark.parametrize(
+        "operation",
+        [
+            lambda logits: logits - 1,
+            lambda logits: 1 / logits,
+            lambda logits: -logits,
+            lambda logits: logits**2,
+            lambda logits: logits > 0,
+            lambda logits: logits == 0,
+            bool,
+        ],
+    )
+    def test_computing_with_them_gets_the_same_answer(self, operation):
+        outputs, plain = self.outputs()
+        with pytest.raises(LogitsNotComputedError, match="they were computed with"):
+            operation(outputs.logits)
+        assert len(outputs.logits) == len(plain)
+
     def test_they_can_be_had(self):
         outputs, plain = self.outputs()
         assert outputs.logits.shape == plain.shape

@@ -126,6 +126,8 @@ def test_apply_takes_a_budget():
         lowtide.apply(model, tokens=4096)
     with pytest.raises(InvalidValueError, match="a policy or a budget"):
         lowtide.apply(model, "recompute", budget="3GiB", tokens=8)
+    with pytest.raises(InvalidValueError, match="regions= and budget="):
+        lowtide.apply(model, budget="3GiB", tokens=8, regions=["model.layers.*"])
 
 
 @pytest.mark.parametrize(

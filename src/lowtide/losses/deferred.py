@@ -5,7 +5,8 @@ and in the end asks `torch.nn.functional.cross_entropy` for the loss. `DeferredL
 states, which have the same tokens, and answers that last call with the loss in tiles. So the loss is the model's own:
 its shift, its ignored labels, its divisor. Anything else that is asked of it is refused, with the remedy.
 
-It is no tensor on purpose: DistributedDataParallel and others look through a model's outputs for tensors.
+It is no tensor on purpose: many look through a model's outputs for tensors and compute with them. What
+DistributedDataParallel finds in it, the hidden states, is in the loss's graph as well.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class DeferredLogits:
     @property
     def requires_grad(self) -> bool:
         return True
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def dim(self) -> int:
         return self.hidden.dim()
@@ -153,6 +157,14 @@ class DeferredLogits:
         if not isinstance(factor, int | float):
             raise self._refuse(f"divided by {type(factor).__name__}")
         return self * (1 / factor)
+
+    def _refuse_operator(self, *_others: Any) -> NoReturn:
+        raise self._refuse("computed with")
+
+    __sub__ = __rsub__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse_operator
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse_operator
+    __eq__ = __ne__ = _refuse_operator
+    __hash__ = object.__hash__
 
     def tanh(self) -> DeferredLogits:
         if self.after is not None:

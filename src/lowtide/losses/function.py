@@ -51,7 +51,10 @@ def linear_cross_entropy(
     `kernel="auto"` takes Liger's fused kernel for a mean or a sum on CUDA if liger-kernel is installed, no tile size is
     given and the logits are neither scaled nor bent; else, or with `"torch"`, plain torch.
     """
-    _check(hidden, weight, labels, bias, reduction, label_smoothing, logit_softcap)
+    options = LossOptions(ignore_index, label_smoothing, logit_softcap, logit_scale)
+    _check_words(reduction, tokens, kernel)
+    _check_options(options)
+    _check_tensors(hidden, weight, labels, bias)
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     if not torch.is_grad_enabled():
@@ -59,10 +62,7 @@ def linear_cross_entropy(
     hidden, weight, bias = as_autocast_would(hidden, weight, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
     flat_labels = labels.reshape(-1).to(hidden.device, torch.int64)
-    options = LossOptions(ignore_index, label_smoothing, logit_softcap, logit_scale)
     size = tile_tokens(weight.shape[0], tokens)
-    if kernel == "liger" and (reduction == "none" or tokens != "auto"):
-        raise InvalidValueError("kernel='liger' makes a mean or a sum, in tiles of its own size")
     if reduction == "none":
         return TokenLosses.apply(flat, weight, bias, flat_labels, options, size).view(labels.shape)  # type: ignore[no-any-return, no-untyped-call]
     fused = tokens == "auto" and use_liger(kernel, flat, options)
@@ -83,21 +83,29 @@ def count_tiles(hidden: torch.Tensor, size: int, tokens: int | str, options: Los
     return 1 if is_fused else max(1, -(-hidden.shape[:-1].numel() // size))
 
 
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-    logit_softcap: float | None,
-) -> None:
+def _check_words(reduction: str, tokens: int | str, kernel: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise InvalidValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise InvalidValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if logit_softcap is not None and logit_softcap <= 0:
-        raise InvalidValueError(f"logit_softcap must be positive, got {logit_softcap}")
+    if kernel not in ("auto", "torch", "liger"):
+        raise InvalidValueError(f"kernel must be 'auto', 'torch' or 'liger', got {kernel!r}")
+    if kernel == "liger" and (reduction == "none" or tokens != "auto"):
+        raise InvalidValueError("kernel='liger' makes a mean or a sum, in tiles of its own size")
+
+
+def _check_options(options: LossOptions) -> None:
+    for name, value in options._asdict().items():
+        if isinstance(value, torch.Tensor):
+            raise InvalidValueError(
+                f"{name} must be a number: a tensor would get no gradient. Give {name}.item(), or, for a scale that "
+                "learns, multiply the hidden states with it"
+            )
+    if not 0 <= options.label_smoothing <= 1:
+        raise InvalidValueError(f"label_smoothing must be between 0 and 1, got {options.label_smoothing}")
+    if options.logit_softcap is not None and options.logit_softcap <= 0:
+        raise InvalidValueError(f"logit_softcap must be positive, got {options.logit_softcap}")
+
+
+def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None) -> None:
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:  # noqa: PLR2004  ([classes, width])
         raise InvalidValueError(
             f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}: [..., width] and [classes, width]"
@@ -120,5 +128,6 @@ def as_autocast_would(
         dtype = torch.get_autocast_dtype(kind)
         return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        raise InvalidValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: give them the same type")
+        types = f"hidden is {hidden.dtype}, weight {weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
+        raise InvalidValueError(f"{types}: give them the same type")
     return hidden, weight, bias

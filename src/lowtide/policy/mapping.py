@@ -20,32 +20,33 @@ def read_mapping(mapping: Mapping[str, Any], own: list[str]) -> Fields:
     """The fields of a policy, of which `own` are the names."""
     fields: Fields = {}
     for key, value in mapping.items():
-        if key == "gradient_checkpointing_kwargs" and mapping.get("gradient_checkpointing") is False:
-            continue  # they switch nothing on
-        fields = united(fields, _read(key, value, own))
+        told = {key: _FORMS[key](value) if key in _FORMS else value} if key in own else _known_elsewhere(key, value)
+        if told is None:
+            raise InvalidValueError(_refusal(key, value, own))
+        if key != "gradient_checkpointing_kwargs" or mapping.get("gradient_checkpointing") is not False:
+            fields = united(fields, told)  # those keywords switch nothing on
     return fields
 
 
-def _read(key: str, value: Any, own: list[str]) -> Fields:
-    """What one setting says."""
-    if key in own:
-        return {key: _FORMS[key](value) if key in _FORMS else value}
-    if key == "gradient_checkpointing_kwargs" and value is None:
-        return {}
-    if key == "gradient_checkpointing_kwargs" and isinstance(value, Mapping):
-        return _checkpointing_kwargs(value)
+def _known_elsewhere(key: str, value: Any) -> Fields | None:
+    """What a keyword of another library says; None if it is not known, or not with such a value."""
+    if key == "gradient_checkpointing_kwargs" and isinstance(value, Mapping | None):
+        return _checkpointing_kwargs(value) if value is not None else {}
     if key == "tiled_mlp_num_shards":  # axolotl
         return {"tile_shards": value}
     if key in WORDS and isinstance(value, bool):
         return meaning(key) if value else {}
     if key == "activation_checkpointing" and isinstance(value, Mapping):
         return _deepspeed_block(value)
-    if key in _CHOICES:
-        return _choice(key, value)
-    if key in (*WORDS, "gradient_checkpointing_kwargs"):
-        kind = "a dict" if key.endswith("_kwargs") else "true or false"
-        raise InvalidValueError(f"{key} must be {kind}, got {value!r}")
-    raise InvalidValueError(unknown(key, [*own, *WORDS], "setting of a policy"))
+    return _choice(key, value) if key in _CHOICES else None
+
+
+def _refusal(key: str, value: Any, own: list[str]) -> str:
+    if key == "gradient_checkpointing_kwargs":
+        return f"{key} must be a dict, got {value!r}"
+    if key in WORDS:
+        return f"{key} must be true or false, got {value!r}"
+    return unknown(key, [*own, *WORDS], "setting of a policy")
 
 
 def _rules(value: Any) -> list[tuple[str, Any]]:
