@@ -75,7 +75,15 @@ class RegionRuntime:
             with offload_hooks(self.conveyor, self.ledger):
                 return forward(*args, **kwargs)
         args, kwargs = self._without_caches(module, args, kwargs)
-        return run_region(forward, args, kwargs, ledger=self.ledger, schedule=self.schedule, skip=self.owned.holds)
+        return run_region(
+            forward,
+            args,
+            kwargs,
+            ledger=self.ledger,
+            schedule=self.schedule,
+            skip=self.owned.holds,
+            module=module,  # somebody may have wrapped its forward
+        )
 
     def _without_caches(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

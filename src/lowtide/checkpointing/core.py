@@ -78,14 +78,17 @@ def run_region(
     ledger: RegionLedger,
     schedule: Schedule | None,
     skip: Callable[[torch.Tensor], bool] | None = None,
+    module: torch.nn.Module | None = None,
     **options: Any,
 ) -> T:
     """One checkpointed call, with its counts. Its inputs go to the schedule's store; None leaves them on the device.
 
+    `module` is the one whose forward it is, where the function does not tell.
+
     In a compiled function it is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
     """
     function, args, kwargs = _unbind(function, args, kwargs)
-    function = run_once_for_buffers(function)
+    function = run_once_for_buffers(function, module)
     tensors, frame = take_tensors((args, kwargs))
     replay = _Replay(function, args, kwargs, frame, ledger)
     del args, kwargs

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.slots import take_tensors
 from lowtide.tiling.callee import check_unchanged
@@ -198,17 +199,13 @@ class _Call:
     def as_in_forward(self) -> Iterator[None]:
         """The weights that forward used, unchanged, wherever they are now; and buffers that nobody counts up twice."""
         check_unchanged(self._weights, self.ledger.name)
-        buffers = (
-            [] if self.callee.module is None else [(b, b._version, b.clone()) for b in self.callee.module.buffers()]
-        )
+        before = None if self.callee.module is None else Snapshot(self.callee.module)
         try:
             with swapped_in(self._weights, [weight.tensor for weight in self._weights]):
                 yield
         finally:
-            with torch.no_grad():
-                for buffer, version, content in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(content)
+            if before is not None:
+                before.changed().restore()
 
     def enter(self, tile: _Tile) -> None:
         """A tile is run again: what the one before it did not need after all goes."""
