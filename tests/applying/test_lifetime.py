@@ -66,3 +66,18 @@ def test_data_parallel_is_refused():
         model.layers[0]._replicate_for_data_parallel()
     assert model.layers[0].__dict__ == before
     assert isinstance(model.layers[0]._replicate_for_data_parallel(), nn.Module)
+
+
+def test_a_store_dies_with_its_last_reference(no_collector, tmp_path):
+    """Its file and its threads go with it, also after calls that shared it."""
+    store = lowtide.DiskStore(tmp_path, tmpfs=True)
+    x = torch.randn(64, 64, requires_grad=True)
+    y = x
+    for _ in range(3):
+        y = lowtide.checkpoint(torch.tanh, y, offload=store)
+    gone = weakref.ref(store)
+    del store
+    assert gone() is not None, "the graph needs it"
+    y.sum().backward()
+    del y
+    assert gone() is None

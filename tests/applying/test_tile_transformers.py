@@ -327,6 +327,18 @@ def test_a_trial_leaves_no_trace():
     torch.testing.assert_close(tiled.aux_loss, plain.aux_loss)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_gradients(mode):
+    """Lightning validates in inference mode, before the first training step."""
+    model, batch = make(zoo.llama)
+    expected = model.eval()(**batch).logits
+    applied = lowtide.apply(model, "tile(mlp, tokens=10)")
+    with mode():
+        torch.testing.assert_close(model(**batch).logits, expected.detach())
+    assert applied.report().tiles[0].tiles > 1
+    zoo.train_step(model.train(), batch)
+
+
 class Mixing(torch.nn.Module):
     """Looks like an MLP, and is not token-wise."""
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import simdevice
-from lowtide.errors import InPlaceError, InvalidValueError
+from lowtide.errors import InPlaceError, InvalidValueError, OffloadError
 from lowtide.stores import HostStore
 
 
@@ -46,6 +46,41 @@ def test_gradients_are_bit_identical_and_bytes_move(sim):
     assert context.ledger.packed_bytes > 4 * 128 * 256 * 4
     assert context.ledger.restored_bytes == context.ledger.packed_bytes
     assert simdevice.stats().pinned_bytes == 0
+
+
+class Chooses(nn.Module):
+    """Saves a table that is in host memory, beside what is on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.table = torch.arange(2048) % 128
+
+    def forward(self, x):
+        return self.inner(x).tanh()[self.table][:128]
+
+
+@pytest.mark.parametrize("policy", ["offload", "recompute+offload"])
+def test_a_table_in_host_memory_stays_there(sim, policy):
+    net = nn.Sequential(*(Chooses() for _ in range(4))).to("sim")
+    expected = train(net)
+    with lowtide.apply(net, policy) as applied:
+        assert all(torch.equal(a, b) for a, b in zip(train(net), expected, strict=True))
+        assert sum(region.packed_bytes for region in applied.report().regions) > 0
+
+
+def test_a_model_in_host_memory_is_refused(sim):
+    """By the context as it ends, by a policy after the first block: there was nothing that could leave."""
+    net, x = model().cpu(), torch.randn(128, 64)
+
+    def forward():
+        with lowtide.offload("host"):
+            net(x)
+
+    with pytest.raises(OffloadError, match="in host memory already"):
+        forward()
+    with lowtide.apply(net, "offload"), pytest.raises(OffloadError, match="in host memory already"):
+        net(x)
 
 
 def test_it_frees_device_memory(sim):

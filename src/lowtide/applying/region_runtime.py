@@ -73,7 +73,9 @@ class RegionRuntime:
             if not self.policy.offload:
                 return forward(*args, **kwargs)
             with offload_hooks(self.conveyor, self.ledger):
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+            self.conveyor.check()
+            return output
         args, kwargs = self._without_caches(module, args, kwargs)
         return run_region(
             forward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -114,12 +115,22 @@ def as_schedule(offload: Literal["host"] | Store | Schedule | None) -> Schedule 
     if offload is None or isinstance(offload, Schedule):
         return offload
     if isinstance(offload, Store):
-        return offload.__dict__.setdefault("_schedule", Schedule(offload))  # type: ignore[no-any-return]
+        return _schedule_of(offload)
     if offload == "host":
         return Schedule(HostStore(), alone=True)
     raise InvalidValueError(
         f'offload must be "host", a store such as lowtide.DiskStore("/a/directory"), or None, got {offload!r}'
     )
+
+
+def _schedule_of(store: Store) -> Schedule:
+    """The one that calls with this store share. They hold it, and it the store, which therefore knows it weakly."""
+    reference = store.__dict__.get("_schedule")
+    schedule: Schedule | None = None if reference is None else reference()
+    if schedule is None:
+        schedule = Schedule(store)
+        store.__dict__["_schedule"] = weakref.ref(schedule)
+    return schedule
 
 
 def is_inside_checkpoint() -> bool:

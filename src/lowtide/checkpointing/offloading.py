@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class offload:  # noqa: N801  (a context manager, used like a function)
     """Offload every tensor that autograd saves in this context.
 
-    Parameters, tensors under 4 KiB, and the last few tensors, which backward needs first, stay on the device. Inside a
-    checkpoint it does nothing: there, saved tensors are recomputed and never kept.
+    Parameters and tensors under 4 KiB stay on the device, and with a store or a `Schedule` so does the last tensor,
+    which backward needs first. Inside a checkpoint it does nothing: there, saved tensors are recomputed and never kept.
 
         with lowtide.offload("host"):
             loss = model(batch)
@@ -50,6 +50,8 @@ class offload:  # noqa: N801  (a context manager, used like a function)
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
         self._conveyor.flush()
+        if kind is None:
+            self._conveyor.check()
 
 
 def offload_hooks(conveyor: OneByOne, ledger: RegionLedger) -> AbstractContextManager[Any]:

@@ -135,8 +135,9 @@ class Call:
         self._skip = skip
         self._is_region = ahead is None
         self._ahead = ahead or 1
-        self._moves_something = False
-        self._on_host: torch.Tensor | None = None
+        self.moves_something = False
+        self.on_host: torch.Tensor | None = None
+        """A tensor that it saved and that is in host memory already."""
         self._entries: list[weakref.ref[_Entry]] = []
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -147,7 +148,7 @@ class Call:
             self.ledger.saved_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
             kept = tensor.detach()
             return Packed(self, None, kept, kept, version)
-        self._moves_something = True
+        self.moves_something = True
         entry, is_new = self._schedule.entry(tensor, span)
         entry.awaited += 1
         self.ledger.movable_bytes += entry.stored.nbytes
@@ -180,8 +181,8 @@ class Call:
 
     def packed_all(self) -> None:
         """All inputs are packed: the call before this one may let go of its own."""
-        if self._on_host is not None and not self._moves_something:
-            self._schedule.store.check(self._on_host)
+        if self._is_region and self.on_host is not None and not self.moves_something:
+            self._schedule.store.check(self.on_host)
         if self._schedule.alone:
             self.start()
         if (previous := self.previous()) is not None:
@@ -230,7 +231,7 @@ class Call:
         if isinstance(tensor._base, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
             return False
         if tensor.device.type == "cpu" and not self._schedule.store.takes_host_tensors:
-            self._on_host = tensor  # a side table is fine; a region with nothing else cannot be offloaded
+            self.on_host = tensor  # a side table is fine; a region with nothing else cannot be offloaded
             return False
         return self._skip is None or not self._skip(tensor)
 
@@ -246,16 +247,27 @@ class OneByOne:
         self._schedule = schedule
         self._skip = skip
         self._in_flight: collections.deque[Call] = collections.deque()
+        self._on_host: torch.Tensor | None = None
+        self._moves_something = False
 
     def pack(self, tensor: torch.Tensor, ledger: RegionLedger) -> Packed:
         """Take a tensor; the one before it starts to move."""
         call = self._schedule.begin(ledger, self._skip, ahead=IN_FLIGHT)
         packed = call.pack(tensor)
         call.packed_all()
+        self._on_host = self._on_host if call.on_host is None else call.on_host
+        self._moves_something |= call.moves_something
         self._in_flight.append(call)
         if len(self._in_flight) > IN_FLIGHT:
             self._in_flight.popleft().submitted()
         return packed
+
+    def check(self) -> None:
+        """Ask the store what it says if all that came since the last time is in host memory already."""
+        on_host, self._on_host = self._on_host, None
+        moved, self._moves_something = self._moves_something, False
+        if on_host is not None and not moved:
+            self._schedule.store.check(on_host)
 
     def flush(self) -> None:
         """Nothing more comes: give back all memory whose copy was started."""

@@ -83,8 +83,11 @@ class _OffloadingCache(_CachingTorchDispatchMode):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        if self._conveyor is not None:
-            self._conveyor.flush()
+        if self._conveyor is None:
+            return
+        self._conveyor.flush()
+        if exception[0] is None:
+            self._conveyor.check()
 
 
 class _Offloaded:

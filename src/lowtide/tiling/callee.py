@@ -80,5 +80,5 @@ def check_unchanged(weights: list[Weight], name: str) -> None:
         if weight.tensor._version != weight.version:
             raise InPlaceError(
                 f"{name}: the weight {weight.name!r} was modified by an inplace operation between forward and backward "
-                f"(version {weight.version}, now {weight.tensor._version})"
+                f"(version {weight.version}, now {weight.tensor._version}): change weights after backward"
             )

@@ -37,13 +37,13 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3}
 _LOW_PRECISION = 1.5e-2
 
 
-@torch.no_grad()
 def check_token_wise(
     name: str, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
 ) -> None:
     """Raise `NotTokenWiseError` if tokens of these arguments come out differently in other company."""
     tensors, frame = take_tensors((args, kwargs))
-    with _disable_current_modes(), gathered(callee):
+    # Not in inference mode, where changes are not counted; and leaving that switches gradients on.
+    with torch.inference_mode(mode=False), torch.no_grad(), _disable_current_modes(), gathered(callee):
         if lead.numel() < 2:  # noqa: PLR2004  (a token without company; yet all ranks gather)
             return
         sample = _Sample(tensors, frame, lead)
@@ -201,8 +201,13 @@ def _tensor_attributes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
     """Which tensors a module and its parts hold in plain attributes, by identity and version."""
     inner = [] if module is None else list(module.named_modules())
     return {
-        f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), t._version))
+        f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), _version(t)))
         for path, part in inner
         for name, value in part.__dict__.items()
         if name not in ("_parameters", "_buffers", "_modules") and (tensors := take_tensors(value)[0])
     }
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """What was made in inference mode counts no changes."""
+    return 0 if tensor.is_inference() else tensor._version

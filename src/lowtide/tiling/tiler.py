@@ -52,7 +52,7 @@ def run_tiles(
     tensors, frame = take_tensors((args, kwargs))
     del args, kwargs
     units = callee.units()
-    outputs = Outputs(grid)
+    outputs = Outputs(grid, ledger.name)
     with unsharded_in_forward(units):
         if not torch.is_grad_enabled():
             _count(ledger, grid)
@@ -265,7 +265,7 @@ class _Tile:
         call.ledger.recomputed_tiles += 1
         self._recomputed = []
         with (
-            contextlib.suppress(_Enough),
+            self._until_enough(),
             call.as_in_forward(),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
@@ -276,8 +276,20 @@ class _Tile:
         if len(self._recomputed) != self._saved:
             raise LowtideError(
                 f"{call.ledger.name}: tile {self._index} saved {self._saved} tensors in forward and "
-                f"{len(self._recomputed)} when it was run again: what it computes depends on something that changed"
+                f"{len(self._recomputed)} when it was run again: what it computes depends on something that changed. "
+                "Let it depend on its arguments and weights alone, or do not tile it"
             )
+
+    @contextlib.contextmanager
+    def _until_enough(self) -> Iterator[None]:
+        """Ends the run when it has made all that is needed. TorchScript makes a RuntimeError of what ends it."""
+        try:
+            yield
+        except _Enough:
+            return
+        except RuntimeError:
+            if len(self._recomputed) != self._saved:
+                raise
 
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()  # a node that saved its own output with its graph would hold itself for ever

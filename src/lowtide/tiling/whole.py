@@ -53,8 +53,9 @@ class _HandOut(torch.autograd.Function):
 class Outputs:
     """The outputs of a call, tensor by tensor; any nesting, each tensor with a row per token."""
 
-    def __init__(self, grid: TokenGrid) -> None:
+    def __init__(self, grid: TokenGrid, name: str) -> None:
         self._grid = grid
+        self._name = name
         self._frame: Frame | None = None
         self._columns: list[_Column] = []
 
@@ -63,9 +64,14 @@ class Outputs:
         tensors, frame = take_tensors(output)
         if self._frame is None:
             self._frame = frame
-            self._columns = [_Column(self._grid, tensor, number) for number, tensor in enumerate(tensors)]
+            self._columns = [
+                _Column(self._grid, tensor, f"{self._name}: output {number}") for number, tensor in enumerate(tensors)
+            ]
         if len(tensors) != len(self._columns):
-            raise NotTokenWiseError("its tiles return different numbers of tensors")
+            raise NotTokenWiseError(
+                f"{self._name} cannot be tiled: its tiles return different numbers of tensors. Only token-wise "
+                "functions can be"
+            )
         for column, tensor in zip(self._columns, tensors, strict=True):
             column.put(index, tensor)
 
@@ -76,9 +82,9 @@ class Outputs:
 class _Column:
     """One tensor of the outputs."""
 
-    def __init__(self, grid: TokenGrid, first: torch.Tensor, number: int) -> None:
+    def __init__(self, grid: TokenGrid, first: torch.Tensor, name: str) -> None:
         self._grid = grid
-        self._number = number
+        self._name = name
         self._has_batch = first.shape[: grid.dim + 1] == (*grid.flat_lead[:-1], grid.sizes[0])
         self._dim = grid.dim if self._has_batch else 0  # flattened by the module itself, as router logits are
         if first.shape[: self._dim + 1][-1:] != (grid.sizes[0],):
@@ -110,8 +116,8 @@ class _Column:
 
     def _refusal(self, output: torch.Tensor, index: int) -> NotTokenWiseError:
         return NotTokenWiseError(
-            f"for {self._grid.sizes[index]} tokens, its output {self._number} has the shape {tuple(output.shape)}: "
-            "no dimension that counts tokens"
+            f"{self._name} has the shape {tuple(output.shape)} for {self._grid.sizes[index]} tokens: no dimension that "
+            "counts tokens. Only token-wise functions can be tiled: reduce over tokens outside of it"
         )
 
 
