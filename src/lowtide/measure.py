@@ -19,9 +19,9 @@ class RegionLedger:
     saved_bytes: int = 0
     """Bytes that were saved; what regions share is counted once."""
     movable_bytes: int = 0
-    """Those of them that a store could take: not small, not a parameter's."""
+    """Bytes that a store could take: not small, not a parameter's; what regions share is counted for each."""
     packed_bytes: int = 0
-    """Those of them that were moved to a store."""
+    """Bytes that were moved to a store."""
     restored_bytes: int = 0
     """Bytes that were brought back in backward."""
     declined_bytes: int = 0

@@ -71,10 +71,6 @@ class TorchPatch:
         self._schedule = schedule
         self._replacements: list[_Replacement] = []
 
-    @property
-    def is_installed(self) -> bool:
-        return bool(self._replacements)
-
     def install(self) -> None:
         with _installing:
             # all warnings first: where they are errors, nothing has been replaced yet

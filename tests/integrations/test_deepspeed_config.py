@@ -54,6 +54,6 @@ def test_deepspeed_gets_the_applied_model_and_the_rest_of_the_configuration(monk
         path.write_text(json.dumps(config))
         config = str(path)
     model, _ = llama()
-    assert initialize(model, config=config, optimizer="sgd") == "engine"
+    assert initialize(model, config=config, optimizer="sgd", regions=["model.layers.0"]) == "engine"
     assert given == {"model": model, "config": {"train_batch_size": 2}, "optimizer": "sgd"}
-    assert "forward" in model.model.layers[0].__dict__
+    assert ["forward" in layer.__dict__ for layer in model.model.layers] == [True, False]

@@ -19,9 +19,12 @@ import lowtide
 from lowtide.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from lowtide.policy import Policy
+    from lowtide.regions import Selector
 
 
 def initialize(
@@ -29,13 +32,19 @@ def initialize(
     policy: Policy | str | Mapping[str, Any] | None = None,
     *,
     config: Mapping[str, Any] | str | Path,
+    regions: Sequence[Selector] | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Any:
-    """What `deepspeed.initialize` returns, with the model under a policy: the one given, or the configuration's."""
+    """What `deepspeed.initialize` returns, with the model under a policy: the one given, or the configuration's.
+
+    `regions` and `strict` are those of `lowtide.apply`; all other options are DeepSpeed's.
+    """
+    deepspeed = importlib.import_module("deepspeed")
     settings = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-    lowtide.apply(model, policy_of(settings, policy))
+    lowtide.apply(model, policy_of(settings, policy), regions=regions, strict=strict)
     settings.pop("activation_checkpointing", None)
-    return importlib.import_module("deepspeed").initialize(model=model, config=settings, **options)
+    return deepspeed.initialize(model=model, config=settings, **options)
 
 
 def policy_of(settings: Mapping[str, Any], policy: Policy | str | Mapping[str, Any] | None) -> Policy:

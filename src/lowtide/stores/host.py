@@ -2,7 +2,7 @@
 
 Two side streams per device carry the copies, one each way. All device memory belongs to the compute stream, asked for
 at each use: a side stream waits for it before a copy, and it waits for the copy before memory is used or given back.
-Nothing needs `record_stream`, and the host never waits.
+The host never waits, and `record_stream` is needed only where a program has more than one compute stream.
 """
 
 from __future__ import annotations
