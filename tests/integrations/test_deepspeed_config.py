@@ -46,6 +46,7 @@ def test_refused(settings, policy, says):
 @pytest.mark.parametrize("as_file", [False, True])
 def test_deepspeed_gets_the_applied_model_and_the_rest_of_the_configuration(monkeypatch, tmp_path, as_file):
     given = {}
+    model, _ = llama()  # first: transformers looks for the real package as its models are imported
     fake = types.SimpleNamespace(initialize=lambda **options: given.update(options) or "engine")
     monkeypatch.setitem(sys.modules, "deepspeed", fake)
     config = {"train_batch_size": 2, "activation_checkpointing": {"profile": False}}
@@ -53,7 +54,6 @@ def test_deepspeed_gets_the_applied_model_and_the_rest_of_the_configuration(monk
         path = tmp_path / "ds.json"
         path.write_text(json.dumps(config))
         config = str(path)
-    model, _ = llama()
     assert initialize(model, config=config, optimizer="sgd", regions=["model.layers.0"]) == "engine"
     assert given == {"model": model, "config": {"train_batch_size": 2}, "optimizer": "sgd"}
     assert ["forward" in layer.__dict__ for layer in model.model.layers] == [True, False]
