@@ -118,12 +118,33 @@ class Case:
         before = self.plain.backward_calls
         return {name for name, calls in self.seen.backward_calls.items() if calls > before[name]}
 
+    @functools.cached_property
+    def repeats_the_reference(self) -> bool:
+        """The reference recomputes by itself, and no block is run more often here: what it would show is in both."""
+        by_itself = any(self.plain.backward_calls[block] for block in self.blocks())
+        return by_itself and not any(block in self.recomputed for block in self.blocks())
+
+    @property
+    def is_the_reference(self) -> bool:
+        """And nothing else was done to the model: to compare the two is to compare a run with its repetition."""
+        return self.setup.configure is None and self.repeats_the_reference
+
     def blocks(self) -> Iterator[str]:
         return (block for stack in self.experiment.stacks for block in stack.blocks)
 
     def compare(self, seen: Observation) -> tuple[Comparison, list[str]]:
         """Against the reference; and the names that were acquitted because their true gradient is zero."""
         return judged(self.reference, self.plain, seen)
+
+    def recomputes_too(self, name: str, **evidence: Any) -> Check:
+        """The verdict of a check that needs a reference in which nothing is run again."""
+        return self.check(
+            name,
+            Verdict.INCONCLUSIVE,
+            "the reference runs its blocks again in backward, too: there is nothing plain to compare with",
+            remedy="pass reference=, a plain twin with the same weights, or a function that makes a copy plain",
+            **evidence,
+        )
 
     def check(self, name: str, verdict: Verdict, summary: str, *, remedy: str | None = None, **evidence: Any) -> Check:
         return Check(

@@ -50,8 +50,8 @@ def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], 
 
 @contextlib.contextmanager
 def without_torch_checkpoint(model: nn.Module) -> Iterator[None]:
-    """Torch's checkpoint calls its function and does nothing else: by any name, and in the partials that the model's
-    modules keep of it (torch's CheckpointWrapper does), to which no name leads."""
+    """Torch's checkpoint calls its function and does nothing else: by any name, and where the model's modules keep it or
+    a partial of it (torch's CheckpointWrapper does), to which no name leads."""
     original = torch.utils.checkpoint.checkpoint
     named = set(inspect.signature(original).parameters) - {"function", "args", "kwargs"}
     options = named | {"preserve_rng_state"}  # torch takes it out of its keywords
@@ -59,22 +59,22 @@ def without_torch_checkpoint(model: nn.Module) -> Iterator[None]:
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
-    partials = list(_partials(original, model))
-    for holder, name in [*_holders(original), *((module, name) for module, name, _ in partials)]:
+    kept = list(_kept(original, model))
+    for holder, name in [*_holders(original), *((module, name) for module, name, _ in kept)]:
         setattr(holder, name, call)
     try:
         yield
     finally:
-        for module, name, partial in partials:
-            setattr(module, name, partial)
+        for module, name, held in kept:
+            setattr(module, name, held)
         for holder, name in _holders(call):
             setattr(holder, name, original)
 
 
-def _partials(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def _kept(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for module in model.modules():
         for name, held in vars(module).items():
-            if isinstance(held, functools.partial) and held.func is function:
+            if held is function or (isinstance(held, functools.partial) and held.func is function):
                 yield module, name, held
 
 
