@@ -152,6 +152,24 @@ def test_nothing_is_proved_by_gradients_that_are_all_zero():
     assert report["gradients present"].verdict is Verdict.INCONCLUSIVE
     assert report["gradient values"].verdict is Verdict.INCONCLUSIVE
     assert report["experts"].verdict is Verdict.INCONCLUSIVE
+    assert not report.failures
+    assert not report.ok
+    assert [check.name for check in report.unproven] == ["gradients present", "gradient values"]
+    assert "not proven" in report.conclusion
+    assert "remedy: give a batch with labels that count" in str(report)
+
+
+def test_a_loss_that_is_no_number_proves_nothing():
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * float("nan"))
+    assert not report.failures, report
+    assert not report.ok
+
+
+def test_a_part_without_the_gradients_is_ok_by_itself():
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * 0, checks=["recomputed"])
+    assert report.ok, report
 
 
 class Masked(engines.Net):
@@ -198,6 +216,7 @@ def test_a_reference_that_is_never_the_same_twice():
     noise = iter(range(1, 1000))
     report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * next(noise))
     assert report["gradient values"].verdict is Verdict.INCONCLUSIVE
+    assert not report.ok
 
 
 def test_the_model_is_left_as_it_was():

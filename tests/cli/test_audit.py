@@ -47,6 +47,9 @@ def wrong():
 def raises():
     raise RuntimeError("no model today")
 
+def vacuous():
+    return Net(), (torch.randn(4, 8),), {"loss": lambda y: y.square().sum() * 0}
+
 def empty():
     return nn.Tanh(), (torch.randn(4, 8),)
 
@@ -159,7 +162,14 @@ def test_nothing_proven_is_not_called_zero_failures(run):
     result = run("factories_of_a_test:right", "--checks", "experts")
     assert result.exit_code == 1
     assert "no check passed: nothing is proven" in result.output
-    assert "0 checks failed" not in result.output
+    assert "0 of" not in result.output
+
+
+def test_gradients_that_are_all_zero_are_no_success(run):
+    result = run("factories_of_a_test:vacuous")
+    assert result.exit_code == 1
+    assert "remedy: give a batch with labels that count" in result.output
+    assert "the gradients are not proven right" in result.output
 
 
 @needs_zoo

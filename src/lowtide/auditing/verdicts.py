@@ -9,6 +9,8 @@ from typing import Any
 
 RUNS = "runs"
 """The check in the place of all others, if a set-up raises before anything can be looked at."""
+GRADIENTS = ("gradients present", "gradient values")
+"""The checks that are the proof. If one of them was run and could not tell, the report is not ok."""
 
 
 class Verdict(enum.StrEnum):
@@ -48,13 +50,27 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, and at least one check passed."""
+        """Nothing failed, at least one check passed, and no question about gradients is left open."""
         verdicts = {check.verdict for check in self.checks}
-        return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts
+        return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts and not self.unproven
 
     @property
     def failures(self) -> list[Check]:
         return [check for check in self.checks if check.verdict is Verdict.FAIL]
+
+    @property
+    def unproven(self) -> list[Check]:
+        """Checks of the gradients that could not tell: the summary says why, the remedy how they can."""
+        return [check for check in self.checks if check.verdict is Verdict.INCONCLUSIVE and check.name in GRADIENTS]
+
+    @property
+    def conclusion(self) -> str:
+        """In a few words: ok, or why not."""
+        if self.failures:
+            return f"{len(self.failures)} of {len(self.checks)} checks failed"
+        if self.unproven:
+            return "nothing failed, but the gradients are not proven right"
+        return "ok" if self.ok else "no check passed: nothing is proven"
 
     def __getitem__(self, name: str) -> Check:
         """The check with this name; where there are several modes, as `"mode: name"`."""

@@ -77,7 +77,8 @@ def audit(
     """Prove that checkpointing is active and that the gradients are right, by running training steps.
 
     Judges anybody's set-up: the model as it is, transformers' own flag, or Lowtide's. Exit code 0: nothing failed.
-    1: a check failed, or none passed. 2: it could not be run; of the zoo, at least one architecture.
+    1: a check failed, or nothing is proven about gradients. 2: it could not be run; of the zoo, at least one
+    architecture.
 
     Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
 
@@ -189,10 +190,9 @@ def _print_text(report: AuditReport) -> None:
         console.print(
             f"  [{colour}]{check.verdict:<14}[/] {escape(check.name)}: {escape(check.summary)}", soft_wrap=True
         )
-        if check.verdict == "fail" and check.remedy:
+        if check.verdict in ("fail", "inconclusive") and check.remedy:
             console.print(f"                 [dim]remedy: {escape(check.remedy)}[/]", soft_wrap=True)
-    verdict = f"{len(report.failures)} checks failed" if report.failures else "no check passed: nothing is proven"
-    console.print("[green]ok[/]" if report.ok else f"[red]{verdict}[/]")
+    console.print(f"[{'green' if report.ok else 'red'}]{escape(report.conclusion)}[/]")
 
 
 def _audit_zoo(
