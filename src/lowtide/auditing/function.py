@@ -79,7 +79,7 @@ def audit(
 
     Inside DDP, call it on every rank with the rank's own batch: the yardstick is then the average over ranks.
 
-    The model is left as it was.
+    The model's weights, gradients, buffers and modes are left as they were.
     """
     _check_input(model, checks)
     setups = setups_for(model, configure, modes)
