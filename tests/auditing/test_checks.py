@@ -9,6 +9,7 @@ import engines
 import pytest
 import torch
 from engines import Engine, loss, net
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.auditing import CHECKS, CannotAuditError, Verdict, audit
 
@@ -263,6 +264,102 @@ def test_a_batch_of_a_tokenizer():
     """Transformers' BatchEncoding is a mapping, and no dict."""
     model, (ids,) = net()
     report = audit(model, collections.UserDict(ids=ids), configure=Engine(), loss=loss, checks=["gradient values"])
+    assert report.ok, report
+
+
+class TwoTowers(engines.Net):
+    """Pictures go through a tower of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.ModuleList(engines.Block() for _ in range(3))
+
+    def forward(self, ids):
+        picture = torch.arange(len(ids) * engines.WIDTH).cos().view(len(ids), -1).to(self.embed.weight)
+        for layer in self.tower:
+            picture = layer(picture)
+        x = self.embed(ids) + picture
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class ReentrantTower(Engine):
+    """Its input needs no gradient, so that its weights get none."""
+
+    def blocks(self, model):
+        return [*model.tower, *model.layers]
+
+    def run(self, function, index, args, kwargs):
+        return checkpoint(function, *args, use_reentrant=index < 3, **kwargs)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_adapters_in_a_tower_that_lose_their_gradients(is_frozen):
+    """A weight that is frozen has no gradient in the reference: that makes its true gradient no zero."""
+    model, batch = TwoTowers(), net()[1]
+    model.tower.requires_grad_(not is_frozen)
+    name = "adapters on a frozen base"
+    report = audit(model, batch, configure=ReentrantTower(), loss=loss, checks=["gradients present", name])
+    if is_frozen:
+        assert failed(report) == {name}, report
+        assert report[name].evidence["count"] == len(report[name].evidence["lost"]) == 6
+    else:
+        assert failed(report) == {"gradients present"}, "said there, and once"
+        assert report[name].evidence["count"] == 12, "without those of the tower"
+
+
+def test_adapters_that_are_wrong_anyway_prove_nothing_about_a_frozen_base():
+    model, batch = net()
+    report = audit(model, batch, configure=engines.ChangesTheOutput(), loss=loss)
+    assert report["adapters on a frozen base"].verdict is Verdict.INCONCLUSIVE, report
+
+
+class Thaws(Engine):
+    """Makes a frozen weight train."""
+
+    def __call__(self, model):
+        model.embed.requires_grad_()
+        return super().__call__(model)
+
+
+def test_a_frozen_weight_that_gets_a_gradient():
+    model, batch = net()
+    model.embed.requires_grad_(False)
+    report = audit(model, batch, configure=Thaws(), loss=loss, checks=["gradients present", "gradient values"])
+    assert failed(report) == {"gradients present"}, report
+    assert report["gradients present"].evidence["gained"] == ["embed.weight"]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("engine", [Engine, engines.CannotBePickled])
+def test_a_class_that_could_never_be_pickled_is_not_blamed_on_the_set_up(is_local, engine):
+    class Local(engines.Net):
+        pass
+
+    for as_it_is in (True, False):
+        model = Local() if is_local else engines.Net()
+        options = {} if as_it_is else {"configure": engine()}
+        if as_it_is:
+            engine()(model)
+        (check,) = audit(model, net()[1], loss=loss, checks=["copy and pickle"], **options).checks
+        expected = {Engine: "pass", engines.CannotBePickled: "fail"}[engine]
+        assert check.verdict == ("not applicable" if is_local else expected), check
+
+
+def test_a_gradient_that_is_rounding_does_not_make_a_model_noisy():
+    """The bias of the last layer cancels in the softmax over rows. Backward differs from run to run, as on a GPU."""
+    runs = itertools.count()
+
+    def noisy(logits):
+        run = next(runs)
+        logits.register_hook(
+            lambda gradient: gradient * (1 + 1e-7 * torch.cos(torch.arange(len(gradient)) + run)[:, None])
+        )
+        return logits.log_softmax(0)[0].mean()
+
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=noisy, checks=["gradient values"])
     assert report.ok, report
 
 

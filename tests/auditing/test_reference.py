@@ -29,7 +29,7 @@ def reference(model) -> Reference:
 
 def test_an_empty_parameter_hides_no_other():
     """What is the same for all choices cancels in their softmax."""
-    zeros = reference(WithAnEmptyParameter()).zero_by_mathematics
+    zeros = reference(WithAnEmptyParameter()).zero_by_mathematics()
     assert zeros == {"head.bias", "layers.5.down.bias", "empty"}, "what is added to every row"
 
 
@@ -45,7 +45,7 @@ class SingleOnly(Net):
 
 def test_a_model_that_cannot_run_in_double_precision_is_tried_once():
     single = reference(SingleOnly())
-    assert single.zero_by_mathematics == single.zero_by_mathematics == set()
+    assert single.zero_by_mathematics() == single.zero_by_mathematics() == set()
     assert SingleOnly.runs == 3
 
 
