@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from typing import Any
+
+from lowtide.auditing.formats.strict_json import as_json
 
 RUNS = "runs"
 """The check in the place of all others, if a set-up raises before anything can be looked at."""
+REFUSAL = "refusal"
+"""In the evidence of that check: Lowtide's own words, if it was Lowtide that refused."""
 GRADIENTS = ("gradients present", "gradient values")
 """The checks that are the proof. If one of them was run and could not tell, the report is not ok."""
 
@@ -89,7 +92,8 @@ class AuditReport:
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        """What is no finite number is a string there: JSON has no word for it."""
+        return as_json(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         from lowtide.auditing.formats.text import as_text
