@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 
 import engines
 import pytest
@@ -12,6 +13,7 @@ from engines import Engine, loss, net
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.auditing import CHECKS, CannotAuditError, Verdict, audit
+from lowtide.errors import NoRegionError
 
 FAULTS = [
     (engines.SkipsALayer, {"recomputed"}),
@@ -372,6 +374,29 @@ def test_a_set_up_that_raises():
     report = audit(model, batch, configure=Raises(), loss=loss)
     assert failed(report) == {"runs"}
     assert "not on Mondays" in report["runs"].summary
+
+
+def test_a_set_up_that_lowtide_refuses():
+    """Its message has the remedy; and to try Lowtide is none."""
+
+    def refuses(model):
+        raise NoRegionError("no block was found in Net: name them with regions=")
+
+    model, batch = net()
+    report = audit(model, batch, configure=refuses, loss=loss)
+    assert failed(report) == {"runs"}
+    assert report["runs"].remedy is None
+    assert report["runs"].evidence["refusal"] == "no block was found in Net: name them with regions="
+
+
+def test_a_report_with_infinite_numbers_is_json():
+    class Explodes(engines.DropsAGradient):
+        change = staticmethod(lambda gradient: gradient * float("inf"))
+
+    model, batch = net()
+    report = audit(model, batch, configure=Explodes(), loss=loss, checks=["gradient values"])
+    data = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert data["checks"][0]["evidence"]["different"] == {"head.bias": "Infinity"}
 
 
 class TestBadInput:
