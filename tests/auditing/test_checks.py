@@ -311,6 +311,15 @@ def test_adapters_in_a_tower_that_lose_their_gradients(is_frozen):
         assert report[name].evidence["count"] == 12, "without those of the tower"
 
 
+def test_adapters_that_several_blocks_share():
+    """Deformable DETR's heads do."""
+    model, batch = net()
+    model.layers[1].up.weight = model.layers[0].up.weight
+    report = audit(model, batch, configure=Engine(), loss=loss, checks=["adapters on a frozen base"])
+    assert report.ok, report
+    assert report["adapters on a frozen base"].evidence["count"] == 11
+
+
 def test_adapters_that_are_wrong_anyway_prove_nothing_about_a_frozen_base():
     model, batch = net()
     report = audit(model, batch, configure=engines.ChangesTheOutput(), loss=loss)

@@ -86,12 +86,14 @@ def _all_lost(case: Case, names: frozenset[str]) -> Check:
 
 
 def _weights_in_blocks(case: Case) -> frozenset[str]:
+    """Each once: a weight that several layers share goes by its first name."""
     prefixes = tuple(f"{block}." for block in case.blocks() if case.plain.forward_calls[block])
-    return frozenset(
+    linear = (
         f"{name}.weight"
         for name, module in named_modules(case.reference.model)
         if isinstance(module, nn.Linear) and name.startswith(prefixes) and module.weight.is_floating_point()
     )
+    return frozenset(weight for weight in linear if weight in case.plain.gradients)
 
 
 @contextlib.contextmanager
