@@ -96,10 +96,10 @@ def _audit_or_fail(model: Any, batch: Any, **options: Any) -> AuditReport:
     __tracebackhide__ = True
     report = _audit(model, batch, **options)
     if report.failures:
-        count = f"{len(report.failures)} of {len(report.checks)} checks failed"
-        pytest.fail("\n\n".join([f"{report.model}: {count}", *map(_message, report.failures)]), pytrace=False)
+        told = [f"{report.model}: {report.conclusion}", *map(_message, report.failures)]
+        pytest.fail("\n\n".join(told), pytrace=False)
     if not report.ok:
-        pytest.fail(f"no check passed, so nothing is proven\n{report}", pytrace=False)
+        pytest.fail(f"{report.conclusion}\n{report}", pytrace=False)
     return report
 
 

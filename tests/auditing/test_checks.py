@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 
 import engines
 import pytest
 import torch
 from engines import Engine, loss, net
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.auditing import CHECKS, CannotAuditError, Verdict, audit
+from lowtide.errors import NoRegionError
 
 FAULTS = [
     (engines.SkipsALayer, {"recomputed"}),
@@ -152,6 +155,24 @@ def test_nothing_is_proved_by_gradients_that_are_all_zero():
     assert report["gradients present"].verdict is Verdict.INCONCLUSIVE
     assert report["gradient values"].verdict is Verdict.INCONCLUSIVE
     assert report["experts"].verdict is Verdict.INCONCLUSIVE
+    assert not report.failures
+    assert not report.ok
+    assert [check.name for check in report.unproven] == ["gradients present", "gradient values"]
+    assert "not proven" in report.conclusion
+    assert "remedy: give a batch with labels that count" in str(report)
+
+
+def test_a_loss_that_is_no_number_proves_nothing():
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * float("nan"))
+    assert not report.failures, report
+    assert not report.ok
+
+
+def test_a_part_without_the_gradients_is_ok_by_itself():
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * 0, checks=["recomputed"])
+    assert report.ok, report
 
 
 class Masked(engines.Net):
@@ -198,6 +219,7 @@ def test_a_reference_that_is_never_the_same_twice():
     noise = iter(range(1, 1000))
     report = audit(model, batch, configure=Engine(), loss=lambda logits: loss(logits) * next(noise))
     assert report["gradient values"].verdict is Verdict.INCONCLUSIVE
+    assert not report.ok
 
 
 def test_the_model_is_left_as_it_was():
@@ -247,6 +269,111 @@ def test_a_batch_of_a_tokenizer():
     assert report.ok, report
 
 
+class TwoTowers(engines.Net):
+    """Pictures go through a tower of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.ModuleList(engines.Block() for _ in range(3))
+
+    def forward(self, ids):
+        picture = torch.arange(len(ids) * engines.WIDTH).cos().view(len(ids), -1).to(self.embed.weight)
+        for layer in self.tower:
+            picture = layer(picture)
+        x = self.embed(ids) + picture
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class ReentrantTower(Engine):
+    """Its input needs no gradient, so that its weights get none."""
+
+    def blocks(self, model):
+        return [*model.tower, *model.layers]
+
+    def run(self, function, index, args, kwargs):
+        return checkpoint(function, *args, use_reentrant=index < 3, **kwargs)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_adapters_in_a_tower_that_lose_their_gradients(is_frozen):
+    """A weight that is frozen has no gradient in the reference: that makes its true gradient no zero."""
+    model, batch = TwoTowers(), net()[1]
+    model.tower.requires_grad_(not is_frozen)
+    name = "adapters on a frozen base"
+    report = audit(model, batch, configure=ReentrantTower(), loss=loss, checks=["gradients present", name])
+    if is_frozen:
+        assert failed(report) == {name}, report
+        assert report[name].evidence["count"] == len(report[name].evidence["lost"]) == 6
+    else:
+        assert failed(report) == {"gradients present"}, "said there, and once"
+        assert report[name].evidence["count"] == 12, "without those of the tower"
+
+
+def test_adapters_that_several_blocks_share():
+    """Deformable DETR's heads do."""
+    model, batch = net()
+    model.layers[1].up.weight = model.layers[0].up.weight
+    report = audit(model, batch, configure=Engine(), loss=loss, checks=["adapters on a frozen base"])
+    assert report.ok, report
+    assert report["adapters on a frozen base"].evidence["count"] == 11
+
+
+def test_adapters_that_are_wrong_anyway_prove_nothing_about_a_frozen_base():
+    model, batch = net()
+    report = audit(model, batch, configure=engines.ChangesTheOutput(), loss=loss)
+    assert report["adapters on a frozen base"].verdict is Verdict.INCONCLUSIVE, report
+
+
+class Thaws(Engine):
+    """Makes a frozen weight train."""
+
+    def __call__(self, model):
+        model.embed.requires_grad_()
+        return super().__call__(model)
+
+
+def test_a_frozen_weight_that_gets_a_gradient():
+    model, batch = net()
+    model.embed.requires_grad_(False)
+    report = audit(model, batch, configure=Thaws(), loss=loss, checks=["gradients present", "gradient values"])
+    assert failed(report) == {"gradients present"}, report
+    assert report["gradients present"].evidence["gained"] == ["embed.weight"]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("engine", [Engine, engines.CannotBePickled])
+def test_a_class_that_could_never_be_pickled_is_not_blamed_on_the_set_up(is_local, engine):
+    class Local(engines.Net):
+        pass
+
+    for as_it_is in (True, False):
+        model = Local() if is_local else engines.Net()
+        options = {} if as_it_is else {"configure": engine()}
+        if as_it_is:
+            engine()(model)
+        (check,) = audit(model, net()[1], loss=loss, checks=["copy and pickle"], **options).checks
+        expected = {Engine: "pass", engines.CannotBePickled: "fail"}[engine]
+        assert check.verdict == ("not applicable" if is_local else expected), check
+
+
+def test_a_gradient_that_is_rounding_does_not_make_a_model_noisy():
+    """The bias of the last layer cancels in the softmax over rows. Backward differs from run to run, as on a GPU."""
+    runs = itertools.count()
+
+    def noisy(logits):
+        run = next(runs)
+        logits.register_hook(
+            lambda gradient: gradient * (1 + 1e-7 * torch.cos(torch.arange(len(gradient)) + run)[:, None])
+        )
+        return logits.log_softmax(0)[0].mean()
+
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=noisy, checks=["gradient values"])
+    assert report.ok, report
+
+
 def test_a_set_up_that_raises():
     class Raises(Engine):
         def run(self, function, index, args, kwargs):
@@ -256,6 +383,29 @@ def test_a_set_up_that_raises():
     report = audit(model, batch, configure=Raises(), loss=loss)
     assert failed(report) == {"runs"}
     assert "not on Mondays" in report["runs"].summary
+
+
+def test_a_set_up_that_lowtide_refuses():
+    """Its message has the remedy; and to try Lowtide is none."""
+
+    def refuses(model):
+        raise NoRegionError("no block was found in Net: name them with regions=")
+
+    model, batch = net()
+    report = audit(model, batch, configure=refuses, loss=loss)
+    assert failed(report) == {"runs"}
+    assert report["runs"].remedy is None
+    assert report["runs"].evidence["refusal"] == "no block was found in Net: name them with regions="
+
+
+def test_a_report_with_infinite_numbers_is_json():
+    class Explodes(engines.DropsAGradient):
+        change = staticmethod(lambda gradient: gradient * float("inf"))
+
+    model, batch = net()
+    report = audit(model, batch, configure=Explodes(), loss=loss, checks=["gradient values"])
+    data = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert data["checks"][0]["evidence"]["different"] == {"head.bias": "Infinity"}
 
 
 class TestBadInput:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.auditing.comparing import compare
+from lowtide.auditing.comparing import compare, error_beyond_rounding, errors_of
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,10 @@ NAN = float("nan")
         (None, [NAN, NAN], "gained"),
         (None, [0.0, 0.0], None),
         ([NAN, 1.0], [NAN, 1.0], None),
+        ([INF, 1.0], [INF, 1.0], None),
+        ([INF, 1.0], [-INF, 1.0], "different"),
+        ([INF, 1.0], [NAN, 1.0], "different"),
+        ([complex(0, INF), 1.0], [complex(INF, 0), 1.0], "different"),
     ],
 )
 def test_what_is_no_number(reference, candidate, expected):
@@ -29,3 +33,13 @@ def test_what_is_no_number(reference, candidate, expected):
     found = compare(gradients(reference), gradients(candidate), {})
     assert found.suspects == (["weight"] if expected else [])
     assert not expected or "weight" in getattr(found, expected)
+
+
+def test_a_gradient_that_is_rounding_says_nothing_about_the_noise_of_a_run():
+    """As on a GPU, where sums have no order: what is zero by mathematics differs by all of itself."""
+    first = {"weight": torch.ones(2), "zero": torch.tensor([2e-8, 0.0])}
+    again = {"weight": torch.ones(2) * (1 + 1e-5), "zero": torch.tensor([0.0, 9e-7])}
+    assert errors_of(first, again)["zero"] > 40
+    assert error_beyond_rounding(first, again) == pytest.approx(1e-5, rel=0.02)
+    assert error_beyond_rounding(first, again | {"zero": torch.tensor([0.0, 2e-6])}) > 40, "that is no rounding"
+    assert error_beyond_rounding(first, again | {"weight": None}) == 1

@@ -1,10 +1,12 @@
-"""The reference's run in double precision, which acquits gradients that are rounding."""
+"""The reference: nothing is recomputed in it; and its run in double precision acquits gradients that are rounding."""
 
 from __future__ import annotations
 
 import torch
-from engines import Net, net
+from engines import Block, DoesNothing, Engine, Net, loss, net
 
+import lowtide
+from lowtide.auditing import Verdict, audit
 from lowtide.auditing.case import Reference
 from lowtide.auditing.step import Experiment
 
@@ -27,7 +29,7 @@ def reference(model) -> Reference:
 
 def test_an_empty_parameter_hides_no_other():
     """What is the same for all choices cancels in their softmax."""
-    zeros = reference(WithAnEmptyParameter()).zero_by_mathematics
+    zeros = reference(WithAnEmptyParameter()).zero_by_mathematics()
     assert zeros == {"head.bias", "layers.5.down.bias", "empty"}, "what is added to every row"
 
 
@@ -43,5 +45,70 @@ class SingleOnly(Net):
 
 def test_a_model_that_cannot_run_in_double_precision_is_tried_once():
     single = reference(SingleOnly())
-    assert single.zero_by_mathematics == single.zero_by_mathematics == set()
+    assert single.zero_by_mathematics() == single.zero_by_mathematics() == set()
     assert SingleOnly.runs == 3
+
+
+class RecomputesByItself(Net):
+    """Its code calls a function that it keeps."""
+
+    def __init__(self, by=lowtide.checkpoint, **options) -> None:
+        super().__init__()
+        self.run, self.options = by, options
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = self.run(layer, x, **self.options)
+        return self.head(x)
+
+
+def test_a_reference_that_recomputes_too_proves_nothing():
+    report = audit(RecomputesByItself(), net()[1], loss=loss)
+    assert not report.failures, report
+    undecided = {check.name for check in report.checks if check.verdict is Verdict.INCONCLUSIVE}
+    assert undecided == {"recomputed", "memory", "gradients present", "gradient values"}, report
+    assert "reference=" in report["recomputed"].remedy
+
+
+def test_a_plain_twin_proves_it():
+    torch.manual_seed(0)
+    model = RecomputesByItself()
+    report = audit(model, net()[1], loss=loss, reference=net()[0])
+    assert report.ok, report
+    assert report["recomputed"].evidence["stacks"][0]["recomputed"] == 6
+
+
+def test_what_is_recomputed_on_top_of_it_is_judged():
+    """Half of the layers by their own code; all of the others are left to the set-up."""
+
+    class Half(RecomputesByItself):
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = self.run(layer, x)
+            for layer in self.others:
+                x = layer(x)
+            return self.head(x)
+
+    class Others(Engine):
+        def blocks(self, model):
+            return list(model.others)
+
+    model = Half()
+    model.others = torch.nn.ModuleList(Block() for _ in range(6))
+    report = audit(model, net()[1], loss=loss, configure=Others(), checks=["recomputed", "memory", "gradient values"])
+    assert report.ok, report
+    assert [stack["name"] for stack in report["recomputed"].evidence["stacks"]] == ["others"]
+    report = audit(model, net()[1], loss=loss, configure=DoesNothing(), checks=["recomputed", "gradient values"])
+    assert report["recomputed"].verdict is Verdict.INCONCLUSIVE
+    assert report["gradient values"].verdict is Verdict.PASS, "the set-up changes nothing, and that is compared"
+
+
+def test_a_module_that_keeps_torchs_function_has_a_plain_reference():
+    by = torch.utils.checkpoint.checkpoint
+    model = RecomputesByItself(by, use_reentrant=False)
+    report = audit(model, net()[1], loss=loss, checks=["recomputed", "memory"])
+    assert report.ok, report
+    assert report["recomputed"].evidence["stacks"][0]["recomputed"] == 6
+    assert model.run is by, "put back"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from engines import Block, Engine, Net, loss, net
+import warnings
 
-from lowtide.auditing import audit
+import torch
+from engines import WIDTH, Bare, Block, Engine, Net, Reentrant, loss, net
+
+from lowtide.auditing import Verdict, audit
 
 
 def test_random_states_of_devices_that_the_model_is_not_on(sim):
@@ -50,3 +52,61 @@ def test_a_buffer_that_forward_replaces():
     assert report.ok, report
     assert all(now is before for now, before in zip(model.buffers(), buffers, strict=True))
     assert all(buffer == 1 and layer.longest == 4 for buffer, layer in zip(buffers, model.layers, strict=True))
+
+
+class FillsATable(Block):
+    """Makes a buffer as it first runs, and remembers that it did."""
+
+    def forward(self, x):
+        if not hasattr(self, "is_filled"):
+            self.register_buffer("table", torch.ones(()), persistent=False)
+            self.is_filled = True
+        return super().forward(x * self.table)
+
+
+def test_a_buffer_that_forward_adds_goes_again():
+    model, batch = net()
+    model.layers = torch.nn.ModuleList(FillsATable() for _ in range(3))
+    Engine()(model)
+    names = [set(vars(layer)) for layer in model.layers]
+    report = audit(model, batch, loss=loss)
+    assert report.ok, report
+    assert not list(model.buffers())
+    assert [set(vars(layer)) for layer in model.layers] == names
+    assert not any(layer._non_persistent_buffers_set for layer in model.layers)
+    model(*batch)
+    assert len(list(model.buffers())) == 3, "and it works as before"
+
+
+def test_inputs_that_need_a_gradient():
+    """Without it, a reentrant checkpoint at the beginning would have none to pass on."""
+    for needs in (True, False):
+        x = torch.randn(4, WIDTH, requires_grad=needs)
+        report = audit(Bare(), (x,), configure=Reentrant(), checks=["gradients present"])
+        assert report.ok is needs, report
+        assert x.grad is None
+
+
+class Scripted(Block):
+    """TorchScript takes no hooks, and cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.jit.trace(torch.nn.BatchNorm1d(WIDTH), torch.ones(3, WIDTH))
+
+    def forward(self, x):
+        return super().forward(self.scale(x))
+
+
+def test_a_model_that_holds_torchscript():
+    model, batch = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        model.layers = torch.nn.ModuleList(Scripted() for _ in range(3))
+    checks = ["recomputed", "gradients present", "gradient values", "copy and pickle"]
+    report = audit(model, batch, configure=Engine(), loss=loss, checks=checks)
+    assert report.ok, report
+    assert report["recomputed"].evidence["stacks"][0]["recomputed"] == 3
+    assert report["gradients present"].evidence["count"] == sum(1 for _ in model.parameters()), "its own, too"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert report["copy and pickle"].verdict is Verdict.NOT_APPLICABLE

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import lowtide
 import lowtide.survey
 from lowtide.auditing import CannotAuditError
 from lowtide.cli import app
+from lowtide.errors import OffloadError
 from lowtide.survey import Record
+from lowtide.survey.targets import load_target
 from support import needs_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,8 +51,21 @@ def wrong():
 def raises():
     raise RuntimeError("no model today")
 
+def vacuous():
+    return Net(), (torch.randn(4, 8),), {"loss": lambda y: y.square().sum() * 0}
+
 def empty():
     return nn.Tanh(), (torch.randn(4, 8),)
+
+def misspelt():
+    return Net(), (torch.randn(4, 8),), {"dropuot": 0.1}
+
+def listed():
+    return Net(), (torch.randn(4, 8),), ["dropout"]
+
+def refused():
+    import lowtide
+    return Net(), (torch.randn(4, 8),), {"configure": lambda model: lowtide.apply(model, "recompule")}
 
 def misfit():
     return Net(), (torch.randn(4, 9),)
@@ -90,7 +107,11 @@ def test_a_failure_is_exit_code_one_with_evidence_and_remedy(run):
         ("factories_of_a_test:empty", "no parameter that needs a gradient"),
         ("factories_of_a_test:misfit", "does the batch fit the model?"),
         ("no_such_architecture", "neither MODULE:FACTORY"),
+        ("lama", "did you mean llama?"),
         (".", "no config.json"),
+        ("factories_of_a_test:misspelt", "'dropuot' is no keyword of lowtide.audit; did you mean 'dropout'?"),
+        ("factories_of_a_test:listed", "options as a dict, not as list"),
+        ("factories_of_a_test:refused", "did you mean 'recompute'?"),
         pytest.param("clvp_encoder", "no model class of its own", marks=needs_zoo),
     ],
 )
@@ -122,12 +143,50 @@ def test_what_cannot_be_run_is_exit_code_two_with_one_message(run, target, messa
         (("factories_of_a_test:right", "--records", "r.jsonl"), "--records goes with --zoo"),
         (("factories_of_a_test:right", "--workers", "2"), "--workers goes with --zoo"),
         (("factories_of_a_test:right", "--timeout", "60"), "--timeout goes with --zoo"),
+        (("factories_of_a_test:raises", "--device", "abacus"), "--device abacus cannot be used here"),
+        pytest.param(
+            ("factories_of_a_test:raises", "--device", "cuda"),
+            "--device cuda cannot be used here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+        (("factories_of_a_test:raises", "-o", "no/folder/x"), "there is no directory no/folder"),
+        (("factories_of_a_test:raises", "-o", "."), ". is a directory"),
+        (("--zoo", "--records", "no/folder/x"), "there is no directory no/folder"),
     ],
 )
 def test_options_that_do_not_fit(run, options, message):
     result = run(*options)
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.exception
     assert message in result.output
+    assert "remedy" not in result.output
+
+
+@needs_zoo
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_what_lowtide_refuses_is_no_failed_proof(run, monkeypatch, output):
+    def refuse(model, policy):
+        raise OffloadError("its activations are in host memory already. Use 'recompute'")
+
+    monkeypatch.setattr(lowtide, "apply", refuse)
+    result = run("llama", "--policy", "recompute+offload", "--format", output)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1] == "error its activations are in host memory already. Use 'recompute'"
+    assert not result.stdout
+
+
+@needs_zoo
+def test_a_refusal_at_the_end_of_the_first_step(run):
+    result = run("mobilebert", "--policy", "recompute+tile(loss, loss_tokens=8)")
+    assert result.exit_code == 2, result.output
+    assert "tile(loss): expected 'cls.predictions.decoder'" in result.stderr
+
+
+@needs_zoo
+def test_the_policy_of_the_help_page_works_without_a_gpu(run):
+    words = " ".join(run("--help").output.replace("│", " ").split())
+    policy = re.search(r"with this policy, e\.g\. (\S+)\.", words)[1]
+    result = run("llama", "--policy", policy, "--checks", "recomputed,gradient values")
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("arguments", [("--zoo",), ("llama",), ("folder/",)])
@@ -159,7 +218,14 @@ def test_nothing_proven_is_not_called_zero_failures(run):
     result = run("factories_of_a_test:right", "--checks", "experts")
     assert result.exit_code == 1
     assert "no check passed: nothing is proven" in result.output
-    assert "0 checks failed" not in result.output
+    assert "0 of" not in result.output
+
+
+def test_gradients_that_are_all_zero_are_no_success(run):
+    result = run("factories_of_a_test:vacuous")
+    assert result.exit_code == 1
+    assert "remedy: give a batch with labels that count" in result.output
+    assert "the gradients are not proven right" in result.output
 
 
 @needs_zoo
@@ -235,13 +301,28 @@ def test_an_architecture_under_our_policy(run):
     assert "model.layers x2" in result.output
 
 
-def test_a_model_folder(run, tmp_path):
+def tiny_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    return LlamaForCausalLM(config)
+
+
+def test_the_seed_is_that_of_a_folders_random_weights(tmp_path):
+    model = tiny_llama()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    state = torch.get_rng_state()
+    one, same, other = (load_target(str(tmp_path), seed=seed).model.lm_head.weight for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_folder(run, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "llama")
     result = run("llama/", "--engine", "lowtide", "--checks", "recomputed,gradient values")
     assert result.exit_code == 0, result.output
     assert "LlamaForCausalLM" in result.output

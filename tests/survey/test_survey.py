@@ -63,17 +63,17 @@ def test_a_survey_goes_on_where_it_was_killed(tmp_path):
     assert [r.model_type for r in seen] == ["clvp_encoder"]
     assert {r.model_type for r in read_records(path)} == {"resnet", "clvp_encoder"}
     run_survey(["clvp_encoder"], Engine.TRANSFORMERS, path, on_record=seen.append)
-    assert [r.model_type for r in read_records(path)] == ["clvp_encoder"], "without resume it begins anew"
+    assert [r.model_type for r in seen] == ["clvp_encoder", "clvp_encoder"], "without resume it is done again"
 
 
-def test_a_survey_leaves_the_records_of_the_other_engine(tmp_path):
+def test_a_survey_leaves_the_records_of_the_other_engine_and_of_other_types(tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_text(record("llama", engine="lowtide").to_json() + "\n" + record("vit").to_json() + "\n")
-    run_survey(["clvp_encoder"], Engine.TRANSFORMERS, path)
-    assert {(r.model_type, r.engine) for r in read_records(path)} == {
-        ("llama", "lowtide"),
-        ("clvp_encoder", "transformers"),
-    }
+    before = [record("clvp_encoder", engine="lowtide"), record("vit"), record("clvp_encoder")]
+    path.write_text("".join(f"{one.to_json()}\n" for one in before))
+    (found,) = run_survey(["clvp_encoder"], Engine.TRANSFORMERS, path)
+    assert found.status == "not built", "anew"
+    assert read_records(path) == [*before[:2], found]
+    assert len(path.read_text().splitlines()) == 3
 
 
 def dies(model_type, engine, sender):
@@ -217,6 +217,28 @@ def test_what_fails_everywhere_is_told_apart():
     assert "odd: default: recomputed" in text
     assert "m3" not in text
     assert json.loads(as_json(records))["summary"] == dataclasses.asdict(summary)
+
+
+def test_what_fails_for_the_few_it_applies_to_is_no_fact_of_the_library():
+    records = [record(f"m{i}", *(["default: experts"] if i < 5 else [])) for i in range(20)]
+    for i, one_of_them in enumerate(records):
+        one_of_them.verdicts = {"default": {"experts": "fail" if i < 5 else "not applicable"}}
+    assert summarize(records).everywhere == []
+
+
+def test_numbers_that_are_none_are_json_all_the_same(tmp_path):
+    odd = record("odd", "default: memory")
+    odd.failures[0]["evidence"] = {"different": {"weight": float("inf")}, "losses": [float("nan"), 1.5]}
+    expected = {"different": {"weight": "Infinity"}, "losses": ["NaN", 1.5]}
+    path = tmp_path / "r.jsonl"
+    path.write_text(odd.to_json())
+    (found,) = read_records(path)
+    assert found.failures[0]["evidence"] == expected
+    for text in (odd.to_json(), found.to_json(), as_json([odd])):
+        json.loads(text, parse_constant=pytest.fail)
+    assert json.loads(as_json([odd]))["records"][0]["failures"][0]["evidence"] == expected
+    path.write_text(json.dumps(dataclasses.asdict(odd)))
+    assert read_records(path)[0].failures[0]["evidence"]["different"]["weight"] == float("inf"), "older files"
 
 
 class Encoded(collections.UserDict):

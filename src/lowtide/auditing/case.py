@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.auditing.comparing import compare, errors_of, is_nothing, largest_of
+from lowtide.auditing.comparing import compare, error_beyond_rounding, errors_of, is_nothing, largest_of
 from lowtide.auditing.names import named_parameters
 from lowtide.auditing.parallel import averaged, is_parallel
 from lowtide.auditing.plain import copy_of, without_torch_checkpoint
@@ -33,8 +33,11 @@ class Reference:
         self.model = model
         self.experiment = experiment
         self._with_only: dict[frozenset[str], Observation] = {}
+        self._zeros: dict[frozenset[str] | None, set[str]] = {}
         self.first = self.observe(model, experiment)
-        self.own_errors = errors_of(self.first.gradients, self.observe(model, experiment).gradients)
+        again = self.observe(model, experiment).gradients
+        self.own_errors = errors_of(self.first.gradients, again)
+        self.own_error = error_beyond_rounding(self.first.gradients, again)
         self._of_other_ranks: set[str] = set()
         if on_all_ranks:
             self._average()
@@ -53,10 +56,6 @@ class Reference:
     def is_vacuous(self) -> bool:
         return largest_of(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
 
-    @property
-    def own_error(self) -> float:
-        return max(self.own_errors.values(), default=0.0)
-
     def with_only(self, names: frozenset[str]) -> Observation:
         """The plain model with these weights trained and everything else frozen."""
         if names not in self._with_only:
@@ -64,17 +63,24 @@ class Reference:
                 self._with_only[names] = self.observe(self.model, self.experiment)
         return self._with_only[names]
 
-    @functools.cached_property
-    def zero_by_mathematics(self) -> set[str]:
-        """Parameters whose gradient vanishes in double precision: what single precision computes is rounding.
+    def zero_by_mathematics(self, trained: frozenset[str] | None = None) -> set[str]:
+        """Parameters whose gradient vanishes in double precision: what single precision computes is rounding. Of all
+        that train in the model, or with `trained` of these, everything else being frozen.
 
-        Empty if the model cannot run so: then the noise floor alone decides. And a rank whose batch leaves a parameter
-        out says nothing about it: others have the gradient.
+        Empty if the model cannot run so: then the noise floor alone decides. A parameter without a gradient is not
+        among them: what is frozen or unused has no rounding either. And a rank whose batch leaves a parameter out says
+        nothing about it: others have the gradient.
         """
+        if trained not in self._zeros:
+            self._zeros[trained] = self._find_zeros(trained)
+        return self._zeros[trained]
+
+    def _find_zeros(self, trained: frozenset[str] | None) -> set[str]:
         try:
             twin = copy_of(self.model).double()
-            batch = _doubled(self.experiment.batch)
-            gradients = self.observe(twin, dataclasses.replace(self.experiment, batch=batch)).gradients
+            experiment = dataclasses.replace(self.experiment, batch=_doubled(self.experiment.batch))
+            with contextlib.nullcontext() if trained is None else only_trained(twin, trained):
+                gradients = self.observe(twin, experiment).gradients
         except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
             return set()
         floor = 1e-11 * largest_of(gradients)
@@ -118,6 +124,17 @@ class Case:
         before = self.plain.backward_calls
         return {name for name, calls in self.seen.backward_calls.items() if calls > before[name]}
 
+    @functools.cached_property
+    def repeats_the_reference(self) -> bool:
+        """The reference recomputes by itself, and no block is run more often here: what it would show is in both."""
+        by_itself = any(self.plain.backward_calls[block] for block in self.blocks())
+        return by_itself and not any(block in self.recomputed for block in self.blocks())
+
+    @property
+    def is_the_reference(self) -> bool:
+        """And nothing else was done to the model: to compare the two is to compare a run with its repetition."""
+        return self.setup.configure is None and self.repeats_the_reference
+
     def blocks(self) -> Iterator[str]:
         return (block for stack in self.experiment.stacks for block in stack.blocks)
 
@@ -125,24 +142,39 @@ class Case:
         """Against the reference; and the names that were acquitted because their true gradient is zero."""
         return judged(self.reference, self.plain, seen)
 
+    def recomputes_too(self, name: str, **evidence: Any) -> Check:
+        """The verdict of a check that needs a reference in which nothing is run again."""
+        return self.check(
+            name,
+            Verdict.INCONCLUSIVE,
+            "the reference runs its blocks again in backward, too: there is nothing plain to compare with",
+            remedy="pass reference=, a plain twin with the same weights, or a function that makes a copy plain",
+            **evidence,
+        )
+
     def check(self, name: str, verdict: Verdict, summary: str, *, remedy: str | None = None, **evidence: Any) -> Check:
         return Check(
             name=name, mode=self.setup.name, verdict=verdict, summary=summary, evidence=evidence, remedy=remedy
         )
 
 
-def judged(reference: Reference, expected: Observation, seen: Observation) -> tuple[Comparison, list[str]]:
+def judged(
+    reference: Reference, expected: Observation, seen: Observation, trained: frozenset[str] | None = None
+) -> tuple[Comparison, list[str]]:
+    """Against what is expected; with `trained`, of runs in which only these weights train."""
     comparison = compare(expected.gradients, seen.gradients, reference.own_errors)
     suspects = comparison.suspects
     if not suspects:
         return comparison, []
-    zeros = sorted(set(suspects) & reference.zero_by_mathematics)
+    zeros = sorted(set(suspects) & reference.zero_by_mathematics(trained))
     comparison.acquit(set(zeros))
     return comparison, zeros
 
 
 def _vanishes(gradient: Tensor | None, floor: float) -> bool:
-    return gradient is None or not gradient.numel() or bool(gradient.abs().max() <= floor)
+    if gradient is None:
+        return False
+    return not gradient.numel() or bool(gradient.abs().max() <= floor)
 
 
 def _doubled(batch: Any) -> Any:

@@ -58,7 +58,7 @@ def compare(
         if reference is not None and candidate is not None and _same_bits(reference, candidate):
             continue
         result.identical = False
-        floor = NOISE.get(_dtype(reference, candidate), 1e-6) * largest
+        floor = _floor(largest, reference, candidate)
         _judge(result, name, reference, candidate, floor=floor, own=own_errors.get(name, 0.0))
     return result
 
@@ -86,12 +86,29 @@ def _judge(
 
 
 def errors_of(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> dict[str, float]:
-    """Relative errors by name, for a noise floor."""
+    """Relative errors by name, for a tolerance by name. Of a gradient that is rounding they may be as large as one."""
     return {
         name: _difference(reference, found.get(name)) / max(size_of(reference), _TINY)
         for name, reference in expected.items()
         if not is_nothing(reference)
     }
+
+
+def error_beyond_rounding(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> float:
+    """The largest relative error, without differences that are rounding beside the model's largest gradient: a gradient
+    that is zero by mathematics differs by all of itself from run to run, and says nothing about the others."""
+    largest = largest_of(expected)
+    counted: dict[str, Tensor | None] = {
+        name: reference
+        for name, reference in expected.items()
+        if reference is not None and _difference(reference, found.get(name)) > _floor(largest, reference)
+    }
+    return max(errors_of(counted, found).values(), default=0.0)
+
+
+def _floor(largest: float, *gradients: Tensor | None) -> float:
+    """A difference up to this is rounding."""
+    return NOISE.get(_dtype(*gradients), 1e-6) * largest
 
 
 def largest_of(gradients: dict[str, Tensor | None]) -> float:
@@ -108,7 +125,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_holes(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(torch.isfinite(one), torch.isfinite(other))
+    return torch.equal(_holes(one), _holes(other))
+
+
+def _holes(tensor: Tensor) -> Tensor:
+    """Where there is no finite number, and of which kind."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.stack([torch.isnan(real), torch.isposinf(real), torch.isneginf(real)])
 
 
 def _finite(tensor: Tensor) -> Tensor:

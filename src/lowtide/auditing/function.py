@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from lowtide.auditing.plain import reference_of
 from lowtide.auditing.setups import setups_for
 from lowtide.auditing.stacks import find_stacks
 from lowtide.auditing.step import Experiment
-from lowtide.auditing.verdicts import RUNS, AuditReport, Check, Verdict
+from lowtide.auditing.verdicts import REFUSAL, RUNS, AuditReport, Check, Verdict
+from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +81,7 @@ def audit(
 
     Inside DDP, call it on every rank with the rank's own batch: the yardstick is then the average over ranks.
 
-    The model is left as it was.
+    The model's weights, gradients, buffers and modes are left as they were.
     """
     _check_input(model, checks)
     setups = setups_for(model, configure, modes)
@@ -132,6 +134,8 @@ def _judge(case: Case, wanted: Sequence[str] | None) -> list[Check]:
         return [_cut_off(case, error)]
     except CannotAuditError:
         raise
+    except LowtideError as error:
+        return [_refused(case, error)]
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return [_raised(case, RUNS, error)]
     return [_one(case, name, check) for name, check in CHECKS.items() if _is_wanted(case, name, wanted)]
@@ -167,13 +171,20 @@ def _cut_off(case: Case, error: NoGradientError) -> Check:
     )
 
 
+def _refused(case: Case, error: LowtideError) -> Check:
+    """Lowtide says itself, on purpose, that it cannot do this, and what can be done."""
+    check = _raised(case, RUNS, error)
+    return dataclasses.replace(check, evidence={**check.evidence, REFUSAL: str(error)})
+
+
 def _raised(case: Case, name: str, error: Exception) -> Check:
     first = (str(error).strip().splitlines() or [""])[0][:300]
+    ours = "lowtide.apply needs no support by the model's code; try it with configure="
     return case.check(
         name,
         Verdict.FAIL,
         f"the plain model trains, this set-up raises {type(error).__name__}: {first}",
-        remedy="lowtide.apply needs no support by the model's code; try it with configure=",
+        remedy=None if isinstance(error, LowtideError) else ours,
         error=f"{type(error).__name__}: {first}",
     )
 

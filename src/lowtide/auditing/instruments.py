@@ -62,7 +62,7 @@ class Calls:
         self.begun: set[str] = set()
         """Blocks that a recomputation began with; others were run again as parts of them, or after them."""
         self._run_again: set[str] = set()
-        self._modules = dict(named_modules(model))
+        self._modules = {name: module for name, module in named_modules(model) if takes_hooks(module)}
         self._blocks = set(blocks)
         self._children: dict[str, list[str]] = {}
         self._running: list[str] = []
@@ -138,6 +138,11 @@ class Calls:
         self.most_restored_alive = max(self.most_restored_alive, len(alive))
         self._restored[recomputation] = inputs
         self.begun.add(block)
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """TorchScript's modules take none, and hide their attributes: they are parts of what does."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def _called_parts(name: str, children: dict[str, list[str]], calls: collections.Counter[str]) -> Iterator[str]:

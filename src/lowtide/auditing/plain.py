@@ -26,14 +26,19 @@ if TYPE_CHECKING:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy with weights of its own."""
     try:
-        return copy.deepcopy(model)
+        twin = copy.deepcopy(model)
     except Exception as error:
         raise CannotAuditError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the audit compares "
             "copies: pass reference=, a second model with the same weights, and set the model up yourself instead of "
             "with configure="
         ) from error
+    for parameter in twin.parameters():
+        if not parameter.is_leaf:  # TorchScript copies by an operation, whose gradients go to the original
+            parameter.detach_().requires_grad_()
+    return twin
 
 
 def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], Any] | None) -> nn.Module:
@@ -50,8 +55,8 @@ def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], 
 
 @contextlib.contextmanager
 def without_torch_checkpoint(model: nn.Module) -> Iterator[None]:
-    """Torch's checkpoint calls its function and does nothing else: by any name, and in the partials that the model's
-    modules keep of it (torch's CheckpointWrapper does), to which no name leads."""
+    """Torch's checkpoint calls its function and does nothing else: by any name, and where the model's modules keep it,
+    or a partial of it as torch's CheckpointWrapper does, to which no name leads."""
     original = torch.utils.checkpoint.checkpoint
     named = set(inspect.signature(original).parameters) - {"function", "args", "kwargs"}
     options = named | {"preserve_rng_state"}  # torch takes it out of its keywords
@@ -59,22 +64,22 @@ def without_torch_checkpoint(model: nn.Module) -> Iterator[None]:
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
-    partials = list(_partials(original, model))
-    for holder, name in [*_holders(original), *((module, name) for module, name, _ in partials)]:
+    kept = list(_kept(original, model))
+    for holder, name in [*_holders(original), *((module, name) for module, name, _ in kept)]:
         setattr(holder, name, call)
     try:
         yield
     finally:
-        for module, name, partial in partials:
-            setattr(module, name, partial)
+        for module, name, held in kept:
+            setattr(module, name, held)
         for holder, name in _holders(call):
             setattr(holder, name, original)
 
 
-def _partials(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def _kept(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for module in model.modules():
         for name, held in vars(module).items():
-            if isinstance(held, functools.partial) and held.func is function:
+            if held is function or (isinstance(held, functools.partial) and held.func is function):
                 yield module, name, held
 
 

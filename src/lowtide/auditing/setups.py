@@ -66,7 +66,7 @@ def setups_for(
             raise CannotAuditError("modes are those of transformers' own flag: give them, or configure, not both")
         return [Setup(CONFIGURED, configure)]
     if modes is None:
-        is_plain = not is_checkpointing(model) and not _is_wrapped(model)
+        is_plain = not (is_checkpointing(model) or _is_wrapped(model) or _has_policy(model))
         modes = MODES if _offers_checkpointing(model) and is_plain else (AS_IT_IS,)
     return [_setup(model, mode) for mode in modes]
 
@@ -101,6 +101,13 @@ def is_checkpointing(model: nn.Module) -> bool:
 def _is_wrapped(model: nn.Module) -> bool:
     """Whether blocks lie in torch's checkpoint wrappers: somebody has set the model up."""
     return any("_checkpoint_wrapped_module" in module._modules for module in model.modules())
+
+
+def _has_policy(model: nn.Module) -> bool:
+    """Whether an object in the place of a module's forward says that it is a policy's, as Lowtide's do and a copy's do
+    not: its attribute `is_activation_policy` is true. A protocol, because the audit imports no engine."""
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    return any(getattr(forward, "is_activation_policy", False) is True for forward in forwards)
 
 
 def disable(model: nn.Module) -> None:

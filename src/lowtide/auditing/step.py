@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.auditing.instruments import Accumulations, Calls, Operators, in_the_graph_of
+from lowtide.auditing.instruments import Accumulations, Calls, Operators, in_the_graph_of, takes_hooks
 from lowtide.auditing.names import named_buffers, named_parameters
 from lowtide.auditing.objective import objective, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
     from lowtide.auditing.instruments import Held
     from lowtide.auditing.stacks import Stack
@@ -66,8 +66,8 @@ class Experiment:
     dropout: float | None
 
     def call(self, model: nn.Module) -> Any:
-        """The model's outputs on a copy of the batch."""
-        batch = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.copy(x), self.batch)
+        """The model's outputs on a copy of the batch: inputs that need a gradient do so there, too."""
+        batch = pytree.tree_map(_copied_input, self.batch)
         if isinstance(batch, dict):
             return model(**batch)
         return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
@@ -158,6 +158,12 @@ def _own_inputs(inputs: dict[str, list[tuple[Held, bool]]]) -> dict[str, list[tu
     }
 
 
+def _copied_input(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
 def _copied(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
@@ -167,16 +173,30 @@ def _copied(gradient: Tensor | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def _own_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers that forward replaces come back. And what else their module remembers: RoPE replaces its frequencies and
-    writes down for which length."""
-    held = [(module, dict(module._buffers), dict(vars(module))) for module in model.modules()]
+    """Buffers that forward replaces come back, and those that it adds go. With them what else their module remembers:
+    RoPE replaces its frequencies and writes down for which length."""
+    held = [(module, dict(module._buffers), _attributes(module)) for module in model.modules() if takes_hooks(module)]
     try:
         yield
     finally:
         for module, buffers, attributes in held:
-            if any(module._buffers.get(name) is not buffer for name, buffer in buffers.items()):
-                module._buffers.update(buffers)
-                vars(module).update(attributes)
+            if _are_others(module._buffers, buffers):
+                _put_back(module._buffers, buffers)
+                _put_back(vars(module), attributes)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return vars(module) | {"_non_persistent_buffers_set": set(module._non_persistent_buffers_set)}
+
+
+def _are_others(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
+
+
+def _put_back(now: MutableMapping[str, Any], before: Mapping[str, Any]) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)
 
 
 def _set_seed(seed: int, devices: list[torch.device]) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from typing import Any
+
+from lowtide.auditing.formats.strict_json import as_json
 
 RUNS = "runs"
 """The check in the place of all others, if a set-up raises before anything can be looked at."""
+REFUSAL = "refusal"
+"""In the evidence of that check: Lowtide's own words, if it was Lowtide that refused."""
+GRADIENTS = ("gradients present", "gradient values")
+"""The checks that are the proof. If one of them was run and could not tell, the report is not ok."""
 
 
 class Verdict(enum.StrEnum):
@@ -48,13 +53,27 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, and at least one check passed."""
+        """Nothing failed, at least one check passed, and no question about gradients is left open."""
         verdicts = {check.verdict for check in self.checks}
-        return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts
+        return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts and not self.unproven
 
     @property
     def failures(self) -> list[Check]:
         return [check for check in self.checks if check.verdict is Verdict.FAIL]
+
+    @property
+    def unproven(self) -> list[Check]:
+        """Checks of the gradients that could not tell: the summary says why, the remedy how they can."""
+        return [check for check in self.checks if check.verdict is Verdict.INCONCLUSIVE and check.name in GRADIENTS]
+
+    @property
+    def conclusion(self) -> str:
+        """In a few words: ok, or why not."""
+        if self.failures:
+            return f"{len(self.failures)} of {len(self.checks)} checks failed"
+        if self.unproven:
+            return "nothing failed, but the gradients are not proven right"
+        return "ok" if self.ok else "no check passed: nothing is proven"
 
     def __getitem__(self, name: str) -> Check:
         """The check with this name; where there are several modes, as `"mode: name"`."""
@@ -73,7 +92,8 @@ class AuditReport:
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        """What is no finite number is a string there: JSON has no word for it."""
+        return as_json(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         from lowtide.auditing.formats.text import as_text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,10 +52,13 @@ def audit(
     *,
     engine: Annotated[
         EngineName | None,
-        typer.Option(help="What to judge: transformers' own flag in both modes, or lowtide.apply. Default: as it is."),
+        typer.Option(
+            help="What to judge: transformers' own flag in both modes, or lowtide.apply. Default: the flag of a "
+            "transformers model in which nothing is switched on; any other model as it is."
+        ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Judge lowtide.apply with this policy, e.g. recompute+offload+tile.")
+        str | None, typer.Option(help="Judge lowtide.apply with this policy, e.g. recompute+tile.")
     ] = None,
     checks: Annotated[
         str | None, typer.Option(help="Only these checks, comma-separated. An unknown name lists them all.")
@@ -77,7 +81,8 @@ def audit(
     """Prove that checkpointing is active and that the gradients are right, by running training steps.
 
     Judges anybody's set-up: the model as it is, transformers' own flag, or Lowtide's. Exit code 0: nothing failed.
-    1: a check failed, or none passed. 2: it could not be run; of the zoo, at least one architecture.
+    1: a check failed, or nothing is proven about gradients. 2: it could not be run; of the zoo, at least one
+    architecture.
 
     Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
 
@@ -91,8 +96,10 @@ def audit(
         give_up("give one target, or --zoo")
     if whole_zoo:
         _refuse(context, _OF_ONE, "is for one target: the zoo has its own")
+        _check_output(records)
     else:
         _refuse(context, _OF_ZOO, "goes with --zoo")
+    _check_output(to)
     try:
         if whole_zoo:
             code = _audit_zoo(engine or EngineName.TRANSFORMERS, family, records, workers, timeout, resume, output, to)
@@ -122,8 +129,11 @@ def _audit_one(
     to: Path | None,
 ) -> int:
     import lowtide
+    from lowtide.auditing.verdicts import REFUSAL
     from lowtide.survey.targets import load_target
 
+    if device is not None:
+        _check_device(device)
     with Console(stderr=True).status(f"auditing {name}"):
         target = load_target(name, seed=seed)
         if device is not None:
@@ -132,8 +142,33 @@ def _audit_one(
         if checks is not None:
             options["checks"] = [check.strip() for check in checks.split(",")]
         report = lowtide.audit(target.model, target.batch, **options)
+    for check in report.checks:
+        if REFUSAL in check.evidence:
+            give_up(check.evidence[REFUSAL])
     _print(report, output, to)
     return 0 if report.ok else 1
+
+
+def _check_device(device: str) -> None:
+    """Before the work: a build without it, a machine without it, or no such word."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        give_up(f"--device {device} cannot be used here: {(str(error).splitlines() or [type(error).__name__])[0]}")
+
+
+def _check_output(to: Path | None) -> None:
+    """Before the work: what will be written can be."""
+    if to is None:
+        return
+    if to.is_dir():
+        give_up(f"{to} is a directory: name a file in it")
+    if not to.parent.is_dir():
+        give_up(f"{to} cannot be written: there is no directory {to.parent}")
+    if not os.access(to if to.exists() else to.parent, os.W_OK):
+        give_up(f"{to} cannot be written: no permission")
 
 
 def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dict[str, Any]:
@@ -189,10 +224,9 @@ def _print_text(report: AuditReport) -> None:
         console.print(
             f"  [{colour}]{check.verdict:<14}[/] {escape(check.name)}: {escape(check.summary)}", soft_wrap=True
         )
-        if check.verdict == "fail" and check.remedy:
+        if check.verdict in ("fail", "inconclusive") and check.remedy:
             console.print(f"                 [dim]remedy: {escape(check.remedy)}[/]", soft_wrap=True)
-    verdict = f"{len(report.failures)} checks failed" if report.failures else "no check passed: nothing is proven"
-    console.print("[green]ok[/]" if report.ok else f"[red]{verdict}[/]")
+    console.print(f"[{'green' if report.ok else 'red'}]{escape(report.conclusion)}[/]")
 
 
 def _audit_zoo(

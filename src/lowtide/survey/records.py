@@ -7,6 +7,8 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowtide.auditing.formats.strict_json import as_json
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -37,7 +39,7 @@ class Record:
     """The stacks of blocks that ran, with the number of blocks."""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return as_json(dataclasses.asdict(self))
 
 
 def command_for(model_type: str, engine: str, mode: str | None = None) -> str:

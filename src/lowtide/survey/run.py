@@ -81,9 +81,9 @@ def run_survey(
 ) -> list[Record]:
     """Audit all of these, writing a line for each; with `resume`, those that the file has already are left out.
 
-    Without it, the file's records of this engine go; those of another one stay.
+    Without it, the file's records of these under this engine go; those of others stay.
     """
-    _prepare(path, engine, resume=resume)
+    _prepare(path, engine, () if resume else model_types)
     done = surveyed(path, engine.value)
     waiting = [model_type for model_type in model_types if model_type not in done]
     context = multiprocessing.get_context("forkserver")
@@ -105,7 +105,9 @@ def run_survey(
     return [r for r in read_records(path) if r.engine == engine.value and r.model_type in wanted]
 
 
-def _prepare(path: Path, engine: Engine, *, resume: bool) -> None:
-    """Whole lines, to which others can be added: a run that was killed may have left half a line."""
-    kept = [record for record in read_records(path) if resume or record.engine != engine.value]
+def _prepare(path: Path, engine: Engine, anew: Sequence[str]) -> None:
+    """Whole lines, to which others can be added: a run that was killed may have left half a line. Without those of what
+    is surveyed anew."""
+    gone = set(anew)
+    kept = [record for record in read_records(path) if record.engine != engine.value or record.model_type not in gone]
     path.write_text("".join(f"{record.to_json()}\n" for record in kept))

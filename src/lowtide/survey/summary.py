@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
+from lowtide.auditing.formats import strict_json
 from lowtide.auditing.verdicts import RUNS
 
 if TYPE_CHECKING:
     from lowtide.survey.records import Record
 
 _MOST = 0.5
-"""Of the models in which a check was judged; and it must be two at least."""
+"""Of the models that were audited, whether or not a check applies to them: what fails for the few that it applies to is
+no fact of the library. And it must be two at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,8 @@ def summarize(records: list[Record]) -> Summary:
 def fails_everywhere(records: list[Record]) -> set[tuple[str, str]]:
     """The checks, by mode, that fail for half of the models or more."""
     failed = collections.Counter((f["mode"], f["name"]) for record in records for f in record.failures)
-    judged = collections.Counter((mode, c) for r in records for mode, checks in r.verdicts.items() for c in checks)
-    return {key for key, count in failed.items() if count >= max(2, _MOST * judged[key]) and key[1] != RUNS}
+    audited = collections.Counter((mode, c) for r in records for mode, checks in r.verdicts.items() for c in checks)
+    return {key for key, count in failed.items() if count >= max(2, _MOST * audited[key]) and key[1] != RUNS}
 
 
 def _names(record: Record) -> list[str]:
@@ -80,4 +81,4 @@ def as_json(records: list[Record]) -> str:
     """Everything: the summary, then the records."""
     data: dict[str, Any] = dataclasses.asdict(summarize(records))
     ordered = sorted(records, key=lambda record: record.model_type)
-    return json.dumps({"summary": data, "records": [dataclasses.asdict(record) for record in ordered]})
+    return strict_json.as_json({"summary": data, "records": [dataclasses.asdict(record) for record in ordered]})

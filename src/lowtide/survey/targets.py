@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +14,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide import zoo
-from lowtide.auditing import CannotAuditError
+from lowtide.auditing import CannotAuditError, audit
+from lowtide.spelling import nearest, unknown
 from lowtide.survey.one import DROPOUT
 from lowtide.zoo.classes import import_transformers
 from lowtide.zoo.fit import fitting_batch
 from lowtide.zoo.specimen import configurations_in
+from lowtide.zoo.surroundings import own_randomness
+
+_WITH_OPTIONS = 3
+"""Of what a factory returns: model, batch, options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +54,10 @@ def load_target(name: str, *, seed: int = 0) -> Target:
     if Path(name).exists():
         raise CannotAuditError(f"{name} has no config.json: give a model folder, MODULE:FACTORY or a model type")
     if name not in zoo.model_types():
+        near = nearest(name, zoo.model_types())
         raise CannotAuditError(
             f"{name!r} is neither MODULE:FACTORY, nor a folder, nor a model type of the installed transformers"
+            + (f": did you mean {near}?" if near else "")
         )
     specimen = zoo.find(name)
     return Target(name, specimen.build(seed), specimen.batch(seed), {"dropout": DROPOUT}, is_specimen=True)
@@ -64,12 +72,23 @@ def _from_factory(name: str) -> Target:
         made = factory()
     except Exception as error:
         raise CannotAuditError(f"{name} could not be run: {type(error).__name__}: {error}") from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+    if not isinstance(made, tuple) or len(made) not in (2, _WITH_OPTIONS) or not isinstance(made[0], nn.Module):
         raise CannotAuditError(
             f"{name} must return (model, batch) or (model, batch, options), options being keywords of lowtide.audit; "
             f"it returned {type(made).__name__}"
         )
+    _check_options(name, made[2] if len(made) == _WITH_OPTIONS else {})
     return Target(name, *made)
+
+
+def _check_options(name: str, options: Any) -> None:
+    """Before anything is run: what `lowtide.audit` takes."""
+    if not isinstance(options, dict):
+        raise CannotAuditError(f"{name} must return its options as a dict, not as {type(options).__name__}")
+    known = [word for word in inspect.signature(audit).parameters if word not in ("model", "batch")]
+    for word in options:
+        if word not in known:
+            raise CannotAuditError(f"{name} returns options: {unknown(word, known, 'keyword of lowtide.audit')}")
 
 
 def _from_folder(folder: Path, seed: int) -> Target:
@@ -79,7 +98,8 @@ def _from_folder(folder: Path, seed: int) -> Target:
         config = transformers.AutoConfig.from_pretrained(folder)
         cls = getattr(transformers, (config.architectures or ["AutoModel"])[0])
         has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-        model = cls.from_pretrained(folder) if has_weights else _from_config(cls, config)
+        with own_randomness(seed):  # of all weights, or of those that are not in the folder
+            model = cls.from_pretrained(folder) if has_weights else _from_config(cls, config)
     except (OSError, ValueError, AttributeError, ImportError, RuntimeError) as error:
         raise CannotAuditError(f"{folder} could not be loaded: {type(error).__name__}: {error}") from error
     for config in configurations_in(model.config):

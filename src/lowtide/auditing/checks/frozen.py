@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide.auditing.case import judged, only_trained
+from lowtide.auditing.comparing import is_nothing
 from lowtide.auditing.errors import NoGradientError
 from lowtide.auditing.names import named_modules, some
 from lowtide.auditing.step import observe
@@ -35,15 +36,16 @@ def frozen_base(case: Case) -> Check:
     if not names:
         return case.check(NAME, Verdict.NOT_APPLICABLE, "no linear layer in a block of the model")
     plain = case.reference.with_only(names)
-    if not any(gradient is not None and bool(gradient.any()) for gradient in plain.gradients.values()):
+    if all(is_nothing(plain.gradients[name]) for name in names):
         return case.check(NAME, Verdict.INCONCLUSIVE, "the plain model gives these weights no gradient either")
     try:
         with _installed_with(case, names) as model:
             seen = observe(model, case.experiment)
     except NoGradientError:  # none of them is reached
         return _all_lost(case, names)
-    comparison, zeros = judged(case.reference, plain, seen)
-    comparison.acquit(set(case.compare(case.seen)[0].suspects))  # wrong without freezing, too: said elsewhere
+    comparison, zeros = judged(case.reference, plain, seen, trained=names)
+    known = set(case.compare(case.seen)[0].suspects)  # wrong without freezing, too: said elsewhere
+    comparison.acquit(known)
     bad = comparison.suspects
     if bad:
         return case.check(
@@ -59,11 +61,15 @@ def frozen_base(case: Case) -> Check:
             different=dict(list(comparison.different.items())[:8]),
             count=len(bad),
         )
+    right = [name for name in names if not is_nothing(plain.gradients[name]) and name not in known.union(zeros)]
+    if not right:
+        what = "what these weights get is wrong without a frozen base, too, or rounding: nothing is left to judge"
+        return case.check(NAME, Verdict.INCONCLUSIVE, what, zero_by_mathematics=zeros)
     return case.check(
         NAME,
         Verdict.PASS,
-        f"{len(names)} weights in blocks train on a frozen base, with the plain model's gradients",
-        count=len(names),
+        f"{len(right)} weights in blocks train on a frozen base, with the plain model's gradients",
+        count=len(right),
         zero_by_mathematics=zeros,
     )
 
@@ -80,12 +86,14 @@ def _all_lost(case: Case, names: frozenset[str]) -> Check:
 
 
 def _weights_in_blocks(case: Case) -> frozenset[str]:
+    """Each once: a weight that several layers share goes by its first name."""
     prefixes = tuple(f"{block}." for block in case.blocks() if case.plain.forward_calls[block])
-    return frozenset(
+    linear = (
         f"{name}.weight"
         for name, module in named_modules(case.reference.model)
         if isinstance(module, nn.Linear) and name.startswith(prefixes) and module.weight.is_floating_point()
     )
+    return frozenset(weight for weight in linear if weight in case.plain.gradients)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from lowtide.auditing.case import Case
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def idempotent(case: Case) -> Check:
     """Setting a model up twice is setting it up once: as many recomputations, as many hooks."""
@@ -76,7 +78,7 @@ def reversible(case: Case) -> Check:
 def portable(case: Case) -> Check:
     """Deep copies and pickles of a model that is set up."""
     name = "copy and pickle"
-    plain_fails = None if case.setup.configure is None else _fails_to_pickle(case.source)
+    plain_fails = _plain_fails_to_pickle(case)
     if plain_fails is not None:
         return case.check(name, Verdict.NOT_APPLICABLE, f"the plain model cannot be pickled either: {plain_fails}")
     model = case.install().model
@@ -102,18 +104,37 @@ def _wrong_gradients(case: Case, twin: nn.Module) -> str | None:
     return f"a copy has {len(new)} wrong gradients" if new else None
 
 
+def _plain_fails_to_pickle(case: Case) -> str | None:
+    """Why the model could not be pickled before it was set up, such as a class that is local to a function."""
+    if case.setup.configure is not None:
+        return _fails_to_pickle(case.source)
+    try:
+        plain = copy.deepcopy(case.reference.model)
+    except Exception as error:  # noqa: BLE001  whatever it raises is the answer
+        return _words(error)
+    for module in plain.modules():  # what a set-up leaves in a copy, a flag that is off as well
+        vars(module).pop("forward", None)
+        for kind in _HOOKS:
+            getattr(module, kind).clear()
+    return _fails_to_pickle(plain)
+
+
 def _fails_to_pickle(model: nn.Module) -> str | None:
     try:
         pickle.loads(pickle.dumps(model))  # noqa: S301  (our own bytes)
         copy.deepcopy(model)
     except Exception as error:  # noqa: BLE001  whatever it raises is the answer
-        return f"{type(error).__name__}: {error}"[:200]
+        return _words(error)
     return None
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def _hooks(model: nn.Module) -> collections.Counter[str]:
     counts: collections.Counter[str] = collections.Counter()
     for module in model.modules():
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for kind in _HOOKS:
             counts[kind] += len(getattr(module, kind))
     return counts

@@ -20,7 +20,7 @@ def recomputed(case: Case) -> Check:
     stacks = [summary for stack in case.experiment.stacks if (summary := _of_stack(case, stack)) is not None]
     missed = [stack for stack in stacks if stack["not_recomputed"] and stack["share_of_memory"] >= _SHARE]
     repeated = _repeated(case)
-    if not stacks:
+    if not stacks and not case.repeats_the_reference:
         return case.check(
             "recomputed",
             Verdict.NOT_APPLICABLE,
@@ -54,6 +54,8 @@ def _nothing(case: Case, stacks: list[dict[str, Any]]) -> Check:
             "no block is run again; the set-up keeps memory low in another way",
             stacks=stacks,
         )
+    if case.repeats_the_reference:
+        return case.recomputes_too("recomputed", stacks=stacks)
     return case.check(
         "recomputed",
         Verdict.FAIL,
@@ -64,14 +66,15 @@ def _nothing(case: Case, stacks: list[dict[str, Any]]) -> Check:
 
 
 def _of_stack(case: Case, stack: Stack) -> dict[str, Any] | None:
-    """What happened to a stack; None if it did not run, lies in a recomputed block, or holds recomputed parts."""
-    again = case.recomputed
+    """What happened to a stack; None if it did not run, lies in a recomputed block, holds recomputed parts, or is run
+    again by the reference, too."""
+    again, by_itself = case.recomputed, case.plain.backward_calls
     parts = {ancestor for name in again for ancestor in ancestors(name)}
     blocks = [name for name in stack.blocks if case.plain.forward_calls[name] and _is_trained(case, name)]
     if len(blocks) == 0 or any(ancestor in again for ancestor in ancestors(blocks[0])):
         return None
     done = [name for name in blocks if name in again]
-    missed = [name for name in blocks if name not in again and name not in parts]
+    missed = [name for name in blocks if name not in again and name not in parts and not by_itself[name]]
     if not done and not missed:
         return None
     held = sum(case.plain.held_bytes[name] for name in missed)

@@ -17,6 +17,6 @@ def as_text(report: AuditReport) -> str:
         lines.append(f"[{mode}]")
         for check in checks:
             lines.append(f"  {SIGNS[check.verdict]:<5} {check.name}: {check.summary}")
-            if check.verdict == "fail" and check.remedy:
+            if check.verdict in ("fail", "inconclusive") and check.remedy:
                 lines.append(f"        remedy: {check.remedy}")
     return "\n".join(lines)
