@@ -17,6 +17,7 @@ from traced import LAYERS, batch, boundary, stack, step
 import lowtide
 from auditing.browser import needs_browser, show
 from lowtide import simdevice
+from lowtide.tracing.page import _words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,6 +155,13 @@ def page(seen: lowtide.Trace) -> str:
     pytest.importorskip("jinja2", reason="the html extra is not installed")
     pytest.importorskip("plotly", reason="the html extra is not installed")
     return seen.to_html()
+
+
+def test_names_of_phases_do_not_run_into_each_other():
+    borders = [(0.0, "forward"), (930.0, "backward"), (960.0, "optimizer"), (970.0, "forward"), (1000.0, "backward")]
+    assert [(word["x"], word["xanchor"]) for word in _words(borders, 1000.0)] == [(0.0, "left"), (930.0, "right")]
+    apart = [(0.0, "forward"), (300.0, "backward"), (850.0, "optimizer"), (1000.0, "forward")]
+    assert [word["text"] for word in _words(apart, 1000.0)] == ["forward", "backward", "optimizer"]
 
 
 def test_an_empty_trace_has_a_page_too():

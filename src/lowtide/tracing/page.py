@@ -22,6 +22,8 @@ _MOST_NAMES = 16
 """Regions that a legend names; of more, the names show under the pointer."""
 _LATE = 0.9
 """Past this part of the trace a word beside a border is written to its left."""
+_WORD = 0.1
+"""The part of the width that a word takes."""
 _HOVER = "%{fullData.name}: %{y:.4~g} {unit}<br>%{customdata[0]}, %{customdata[1]}<extra></extra>"
 
 
@@ -110,7 +112,7 @@ def _layout(trace: Trace, unit: str) -> dict[str, Any]:
         "legend": LEGEND | {"y": 1.08},
         "margin": {"l": 60, "r": 16, "t": 70, "b": 46},
         "shapes": [dashed({"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}, "#8796a5") for x, _ in borders],
-        "annotations": [_word(x, phase, is_late=x > _LATE * trace.spans[-1].end * 1e3) for x, phase in borders],
+        "annotations": _words(borders, trace.spans[-1].end * 1e3 if trace.spans else 1.0),
     }
 
 
@@ -129,6 +131,18 @@ def _borders(trace: Trace) -> list[tuple[float, str]]:
             found.append((span.begin * 1e3, phase))
             before = phase
     return found
+
+
+def _words(borders: list[tuple[float, str]], end: float) -> list[dict[str, Any]]:
+    """The name of each phase over its beginning, where there is room."""
+    words: list[dict[str, Any]] = []
+    free = 0.0
+    for x, phase in borders:
+        is_late = x > _LATE * end
+        if (x - _WORD * end if is_late else x) >= free:
+            words.append(_word(x, phase, is_late=is_late))
+            free = x if is_late else x + _WORD * end
+    return words
 
 
 def _word(x: float, phase: str, *, is_late: bool) -> dict[str, Any]:
