@@ -142,7 +142,8 @@ def _is_block(module: nn.Module) -> bool:
 
 def _is_called(module: nn.Module) -> bool:
     """Not a ModuleList, nor a bare Module that only names its parts (a VQGAN's levels)."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    own = getattr(type(module), "forward", None)  # TorchScript's cannot be read
+    return own is not nn.Module.forward or "forward" in vars(module)
 
 
 def _are_alike(blocks: list[tuple[str, nn.Module]]) -> bool:
