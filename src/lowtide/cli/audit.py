@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lowtide.cli.output import COULD_NOT_RUN, give_up, write
+from lowtide.cli.output import COULD_NOT_RUN, check_output, give_up, refuse_unused, write
 
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
@@ -90,9 +90,10 @@ def audit(
     if (target is None) != whole_zoo:
         give_up("give one target, or --zoo")
     if whole_zoo:
-        _refuse(context, _OF_ONE, "is for one target: the zoo has its own")
+        refuse_unused(context, _OF_ONE, "is for one target: the zoo has its own")
     else:
-        _refuse(context, _OF_ZOO, "goes with --zoo")
+        refuse_unused(context, _OF_ZOO, "goes with --zoo")
+    check_output(to)
     try:
         if whole_zoo:
             code = _audit_zoo(engine or EngineName.TRANSFORMERS, family, records, workers, timeout, resume, output, to)
@@ -101,14 +102,6 @@ def audit(
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
-
-
-def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
-    """An option that was given and would do nothing."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            give_up(f"--{name} {why}")
 
 
 def _audit_one(
