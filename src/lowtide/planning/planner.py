@@ -22,7 +22,7 @@ from lowtide.policy import Policy
 from lowtide.units import format_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -48,16 +48,16 @@ def plan(
     ranks: int = 1,
     engine: str | None = None,
     lora: int | None = None,
-    lora_targets: tuple[str, ...] = LORA_TARGETS,
+    lora_targets: Sequence[str] = LORA_TARGETS,
     lora_dtype: str = "fp32",
     base: str = "plain",
-    dtype: str = "bf16",
+    dtype: str | None = None,
     masters: bool = False,
     optimizer: str = "adamw",
     attention: str = "auto",
     budget: int | str | None = None,
     host_budget: int | str | None = None,
-    calibration: Path | None = None,
+    calibration: Path | str | None = None,
     exact: bool = False,
     cache: bool = True,
     progress: Progress | None = None,
@@ -67,8 +67,8 @@ def plan(
     `model` is a module, a transformers configuration, the path of a `config.json` or its folder, one of the known names
     (`"Qwen3-8B"`), a name of the Hub (`"org/model"`), a model type, or `"MODULE:FACTORY"`. `tokens` is the length of
     each of `batch_size` sequences. A module that is not transformers' comes with a `batch`, the arguments of its
-    forward, which returns the loss; a factory may return both. A module is planned as it is; `dtype`, `lora` and `base`
-    are for models that are built here.
+    forward, which returns the loss; a factory may return both. A module is planned as it is; `dtype` (if it is not
+    given, bf16), `lora` and `base` are for models that are built here.
 
     `device` is an accelerator's name (without it, the one that is here), `budget` the memory to use of it, and
     `host_budget` the host's for each rank (if it is not given, twice the device's). With `policy` only that one is
@@ -85,7 +85,7 @@ def plan(
         dtype=dtype,
         masters=masters,
         lora=lora,
-        lora_targets=tuple(lora_targets),
+        lora_targets=(lora_targets,) if isinstance(lora_targets, str) else tuple(lora_targets),
         lora_dtype=lora_dtype,
         base=base,
         optimizer=optimizer,
@@ -284,7 +284,7 @@ def parse_images(images: tuple[int, int, int] | str | None) -> tuple[int, int, i
     raise InvalidValueError(f"{images!r} are no pictures: write COUNTxHEIGHTxWIDTH, like 4x1024x1024")
 
 
-def wanted_accelerator(device: str | Accelerator | None, calibration: Path | None) -> Accelerator:
+def wanted_accelerator(device: str | Accelerator | None, calibration: Path | str | None) -> Accelerator:
     """The one that is named, or the one that is here."""
     if isinstance(device, str):
         return find_accelerator(device, calibration)
