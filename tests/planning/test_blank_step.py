@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lowtide.errors import InvalidValueError, PlanError
-from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Owner, Rates, simulated_device
+from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Rates, simulated_device
 from lowtide.planning.blank.clock import Stream
 from lowtide.planning.optimizers import FusedAdamW
+from lowtide.recording import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from lowtide.planning.blank.trees import is_blank
+from lowtide.planning.blank.values import is_blank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
