@@ -408,7 +408,7 @@ class TestLayersThatGetAdapters:
         with pytest.raises(InvalidValueError, match=f"no linear layer is called {targets[-1]}: there are down_proj"):
             self.trained(*targets)
 
-    @pytest.mark.filterwarnings("default:fan_in_fan_out")
+    @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
     def test_layers_of_gpt2_are_linear_too(self):
         config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=1)
         model = build(find_target(config), Job(tokens=8, lora=4, lora_targets=("c_attn",)))

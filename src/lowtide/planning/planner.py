@@ -215,7 +215,7 @@ class _Planner:
             try:
                 found.append(self._judge(policy, exact=self._exact))
             except INAPPLICABLE as error:
-                self._inapplicable[policy] = str(error).splitlines()[0]
+                self._inapplicable[policy] = str(error).splitlines()[0].partition(". ")[0]
         return found
 
     def _judge(self, policy: str, *, exact: bool) -> Candidate:
