@@ -57,6 +57,21 @@ def test_ranks_that_hang_end_the_demo(console, monkeypatch):
         story.on_two_ranks(console)
 
 
+def test_the_plan_is_made_while_it_is_told(monkeypatch):
+    """Everything that the demo says is measured in this run: not read from a cache."""
+    asked = {}
+
+    def plan(**settings: object):
+        asked.update(settings)
+        raise story.DemoError("that is enough")
+
+    monkeypatch.setattr(story.lowtide, "plan", plan)
+    with pytest.raises(story.DemoError, match="enough"):
+        story.at_full_size(Console(file=io.StringIO()))
+    assert asked["cache"] is False
+    assert asked["model"] == story.FULL_SIZE["model"]
+
+
 def test_what_is_missing_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.cli import app
+from lowtide.units import format_bytes
 from support import needs_transformers_5
 
 if TYPE_CHECKING:
@@ -91,6 +92,47 @@ def test_exact_is_for_a_plan(config: str, question: str):
     refused = run(config, "--device", "T4", question, "--exact", "--policy", "recompute")
     assert refused.exit_code == 2
     assert "--exact is for a plan" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--longest", "--tokens", "128k"), "--tokens is what --longest finds"),
+        (("--largest-batch", "--batch", "64"), "--batch is what --largest-batch finds"),
+        (("--lora-dtype", "fp32"), "--lora-dtype is of adapters: give --lora 16"),
+        (("--longest", "--budget", "0"), "a budget of 0 fits nothing"),
+    ],
+)
+def test_an_option_without_effect_is_refused(config: str, options: tuple[str, ...], message: str):
+    refused = run(config, "--device", "T4", "--policy", "recompute", *options)
+    assert refused.exit_code == 2
+    assert message in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("width", [72, 80, 120])
+def test_policies_are_told_apart_however_narrow_the_terminal_is(
+    config: str, width: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "1.4GiB")
+    table = result.stdout.partition("lowtide.apply")[0].splitlines()
+    assert max(map(len, table)) <= width
+    rows = [line.split()[1] for line in table if line.startswith(("fits", "no "))]
+    assert {"recompute+offload+tile(loss)", "recompute+offload+tile"} <= set(rows)
+    assert len(set(rows)) == len(rows)
+    assert ("at the peak" in result.stdout) == (width > 72), "the rest has the room that is left"
+
+
+def test_both_tables_show_what_the_device_must_have(config: str):
+    settings = (config, "--device", "T4", "--dtype", "fp16", "--budget", "2GiB", "--policy", "recompute")
+    (row,) = json.loads(run(*settings, "--longest", "--format", "json").stdout)
+    shown = run(*settings, "--longest").stdout
+    planned = run(*settings, "--tokens", str(row["most"])).stdout
+    device = format_bytes(row["device_bytes"])
+    assert device in shown
+    assert device in planned
+    assert "peak" not in shown
 
 
 def test_calibrating_needs_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -37,6 +37,11 @@ def tiny() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Own(), batch()
 
 
+def small() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Its batch is so short that no activation is worth moving."""
+    return Own(), batch(tokens=4)
+
+
 def blank() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Its batch is made where new tensors have no values."""
     ids = torch.randint(0, CLASSES, (1, TOKENS))

@@ -60,6 +60,8 @@ QUICK = [("llama", 4096, "L40S"), ("qwen3", 16384, "H100")]
 class InThisProcess:
     """A studio for a planner that asks from several threads."""
 
+    trouble = None
+
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
         self._lock = threading.Lock()

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from lowtide.errors import InvalidValueError, PlanError
-from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Owner, Rates, simulated_device
+from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Rates, simulated_device
 from lowtide.planning.blank.clock import Stream
+from lowtide.planning.optimizers import FusedAdamW
+from lowtide.recording import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,6 +185,32 @@ def test_causal_attention_does_half_of_the_square(ledger: Ledger, causal: bool, 
     query = torch.empty(1, 2, 8192, 64, dtype=torch.bfloat16, device=DEVICE)
     torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=causal)
     assert ledger.clock.busy["attention"] == pytest.approx(share * 4 * 2 * 8192**2 * 64 / RATES.flops)
+
+
+def test_what_a_kernel_overwrites_is_not_read(ledger: Ledger):
+    target, source = torch.empty(KIB, device=DEVICE), torch.empty(KIB, dtype=torch.bfloat16, device=DEVICE)
+    target.copy_(source)
+    read_and_written = 2 * KIB + 4 * KIB
+    assert ledger.clock.busy["memory"] == pytest.approx(read_and_written / RATES.bandwidth)
+    target.zero_()
+    target.fill_(1.0)
+    assert ledger.clock.busy["memory"] == pytest.approx((read_and_written + 2 * 4 * KIB) / RATES.bandwidth)
+    target.add_(source)
+    assert ledger.clock.busy["memory"] == pytest.approx((2 * read_and_written + 3 * 4 * KIB) / RATES.bandwidth)
+
+
+@pytest.mark.parametrize(("state_dtype", "width"), [(None, 4), (torch.uint8, 1)])
+def test_fused_adamw_reads_gradients_and_writes_all_else(ledger: Ledger, state_dtype: torch.dtype | None, width: int):
+    weight = torch.nn.Parameter(torch.empty(KIB, device=DEVICE))
+    optimizer = FusedAdamW([weight], state_dtype)
+    optimizer.step()
+    assert not ledger.clock.busy["memory"], "without a gradient there is nothing to do"
+    weight.grad = torch.empty_like(weight)
+    before = live(ledger)
+    optimizer.step()
+    weights, states = 4 * KIB, 2 * width * KIB
+    assert ledger.clock.busy["memory"] == pytest.approx((2 * weights + weights + 2 * states) / RATES.bandwidth)
+    assert live(ledger) == before, "it makes nothing"
 
 
 def test_logits_are_named(ledger: Ledger):

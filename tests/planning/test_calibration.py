@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_broken_file_is_refused(tmp_path: Path):
     path.write_text("{}")
     with pytest.raises(InvalidValueError, match="is no calibration"):
         find_accelerator("H100", path)
+
+
+def test_a_calibration_of_another_card_is_refused(tmp_path: Path):
+    path = tmp_path / "h100.json"
+    path.write_text(json.dumps({"accelerator": "H100", "efficiencies": dataclasses.asdict(Efficiencies(matmul=0.9))}))
+    assert find_accelerator("h100", str(path)).efficiencies.matmul == 0.9
+    with pytest.raises(InvalidValueError, match=r"h100\.json was measured on H100, and the plan is for L40S"):
+        find_accelerator("L40S", path)
 
 
 def test_better_kernels_make_shorter_steps():

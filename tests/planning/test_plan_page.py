@@ -56,6 +56,7 @@ def make_plan(budget: int) -> Plan:
         model_class="Tiny",
         parameters=10**9,
         trained=10**6,
+        dtype="fp32",
         regions=["layers.0"],
         longest=2048,
         tilings=[""],
@@ -79,6 +80,7 @@ def test_the_page_has_the_table_the_line_and_the_reasons():
     assert "lowtide.apply(model, &#34;recompute; *.0: none&#34;)" in page
     assert "10.55 GiB too much" in page
     assert "layers.&lt;3&gt;" in page, "names are escaped"
+    assert "1 x 4096 tokens, fp32, adamw" in page, "the type of the weights that were planned"
     assert code_for(plan) == 'lowtide.apply(model, "recompute; *.0: none")'
 
 

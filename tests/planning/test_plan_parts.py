@@ -191,6 +191,42 @@ def test_accelerators_are_found_in_any_spelling():
 
 
 @pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_driver_s_name_is_matched_by_its_words(name: str, row: str):
+    assert matched(name, 20 * GIB).name == row
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("NVIDIA L40", 'device="L40S", and the memory of this one with budget='),
+        ("NVIDIA GH200 480GB", 'device="H200",'),
+        ("NVIDIA GB200", 'device="B200",'),
+        ("NVIDIA T400", "device=,"),
+        ("NVIDIA L400", "device=,"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "device=,"),
+        ("NVIDIA GeForce RTX 4090 D", "device=,"),
+        ("NVIDIA GeForce RTX 3090 Ti", "device=,"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "device=,"),
+        ("Quadro RTX 6000", "device=,"),
+    ],
+)
+def test_a_card_that_is_not_in_the_table_is_no_other(name: str, remedy: str):
+    with pytest.raises(InvalidValueError, match="not in Lowtide's table") as error:
+        matched(name, 20 * GIB)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"tokens": 0}, "tokens must be 1 or more"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -19,13 +20,15 @@ import transformers
 
 import lowtide
 from lowtide import LowtideError
-from lowtide.errors import DoesNotFitError, InvalidValueError, MissingDependencyError, PlanError
+from lowtide.errors import DoesNotFitError, InvalidValueError, MissingDependencyError, PlanError, SilentNoOpError
 from lowtide.planning import find_accelerator, planner
 from lowtide.planning.job import DTYPES, Job
 from lowtide.planning.longest import find_longest
+from lowtide.planning.margins import margins_for
 from lowtide.planning.models import build
 from lowtide.planning.region_costs import TREATMENTS
 from lowtide.planning.rules import joined
+from lowtide.planning.studio import Studio
 from lowtide.planning.targets import find_target, known_models
 from support import needs_transformers_5
 
@@ -40,6 +43,7 @@ CONFIG = transformers.LlamaConfig(
     vocab_size=16000,
     tie_word_embeddings=False,
 )
+MARGINS = margins_for(Job(), find_accelerator("L40S")).total
 UNIFORM = 3 * len(TREATMENTS)
 """Without tiles, with a tiled loss, and with tiled MLPs, too."""
 
@@ -139,6 +143,7 @@ def test_apply_takes_a_budget():
         ("no_such_module:build", {}, PlanError, "no_such_module:build cannot be imported"),
         (42, {}, InvalidValueError, "a module, a configuration or a name"),
         ("vit", {}, PlanError, "no model that computes a language-modelling loss"),
+        ("llama", {"budget": 0}, InvalidValueError, "a budget of 0 fits nothing"),
         ("llama", {"images": "4x512x512"}, PlanError, "takes no pictures"),
         ("llama", {"policy": "recompute+offload(disk=/scratch)"}, InvalidValueError, "no clock for"),
     ],
@@ -282,6 +287,53 @@ class TestAModuleOfOnesOwn:
             lowtide.plan(name, device="L40S", policy="none", **settings)
 
 
+class TestAPolicyThatDoesNothingToAModel:
+    """Blocks whose saved tensors are too small to be moved."""
+
+    def test_the_others_are_judged_and_a_note_says_so(self):
+        plan = lowtide.plan("own_model:small", device="L40S")
+        assert plan.fits
+        assert [candidate.policy for candidate in plan.candidates if "offload" in candidate.policy] == []
+        assert {"none", "recompute", "tile(mlp)", "recompute+tile(mlp)"} <= {c.policy for c in plan.candidates}
+        (note,) = (note for note in plan.notes if "not applicable here" in note)
+        assert "left out: offload, recompute+offload" in note
+        assert "expected its saved tensors to be offloaded" in note
+        assert "\n" not in note
+
+    def test_one_that_is_asked_for_by_name_is_refused(self):
+        with pytest.raises(SilentNoOpError, match="expected its saved tensors to be offloaded"):
+            lowtide.plan("own_model:small", device="L40S", policy="offload")
+
+    def test_the_longest_sequence_is_found_without_it(self):
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+        )
+        card = dataclasses.replace(find_accelerator("L40S"), memory=MARGINS + 2**23)
+        found = find_longest(config, Job(tokens=8, batch_size=1), card, figure="batch_size")
+        assert {"none", "recompute"} <= {row.policy for row in found}
+        assert not any("offload" in row.policy for row in found)
+        with pytest.raises(SilentNoOpError):
+            find_longest(config, Job(tokens=8), card, figure="batch_size", policies=["recompute+offload"])
+
+
+class TestACacheThatCannotBeUsed:
+    def test_a_result_is_not_lost_and_it_is_said_once(self, tmp_path: Path, monkeypatch, caplog):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "file"))
+        plan = lowtide.plan(CONFIG, tokens=512, device="L40S", policy="recompute")
+        assert plan.fits
+        (note,) = (note for note in plan.notes if "cannot be kept" in note)
+        assert "(Not a directory): set LOWTIDE_CACHE" in note
+        assert [record.getMessage() for record in caplog.records] == [note]
+
+    def test_what_cannot_be_read_is_made_again(self, cache: Path):
+        first = lowtide.plan(CONFIG, tokens=512, device="L40S", policy="recompute")
+        for path in cache.iterdir():
+            path.write_text("{half of a")
+        assert lowtide.plan(CONFIG, tokens=512, device="L40S", policy="recompute") == first
+        assert all(json.loads(path.read_text()) for path in cache.iterdir()), "and kept"
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("base", ["bf16", "fp32"])
 def test_adapters_have_the_type_that_is_asked_for_whatever_the_bases(base: str, dtype: str):
@@ -319,20 +371,65 @@ def test_a_setting_that_a_live_model_has_already_is_refused():
         lowtide.plan(transformers.LlamaForCausalLM(CONFIG), tokens=512, device="L40S", lora=8, policy="none")
 
 
-def test_adapters_for_layers_that_are_not_there_are_refused():
-    with pytest.raises(InvalidValueError, match="no linear layer is called query"):
-        build(find_target(CONFIG), Job(tokens=8, lora=8, lora_targets=("query",)))
+class TestTheTypeOfWeights:
+    """A live module has one; what is built here gets the one that is asked for."""
+
+    @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+    def test_a_live_module_is_planned_in_its_own(self, dtype: torch.dtype, name: str):
+        model = transformers.LlamaForCausalLM(CONFIG).to(dtype)
+        plan = lowtide.plan(model, tokens=512, device="L40S", policy="none")
+        assert (plan.facts.dtype, plan.job.dtype) == (name, None)
+        assert plan.owners["weights"] == pytest.approx(dtype.itemsize * plan.facts.parameters, rel=0.01)
+
+    def test_another_one_is_refused_for_it(self):
+        model = transformers.LlamaForCausalLM(CONFIG)
+        with pytest.raises(InvalidValueError, match=r"dtype='bf16': LlamaForCausalLM is planned as it is.*model\.to"):
+            lowtide.plan(model, tokens=512, device="L40S", policy="none", dtype="bf16")
+        with pytest.raises(InvalidValueError, match="is planned as it is"):
+            lowtide.apply(model, budget="3GiB", tokens=512, device="L40S", dtype="fp32")
+
+    @pytest.mark.parametrize(("asked", "name"), [(None, "bf16"), ("fp32", "fp32")])
+    def test_what_is_built_here_is_bf16_unless_told(self, asked: str | None, name: str):
+        for target in (CONFIG, "own_model:tiny"):
+            assert Studio(find_target(target), Job(dtype=asked), find_accelerator("L40S")).facts.dtype == name
+
+
+class TestLayersThatGetAdapters:
+    def trained(self, *targets: str) -> int:
+        model = build(find_target(CONFIG), Job(tokens=8, lora=8, lora_targets=targets))
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def test_each_that_is_named_gets_them(self):
+        one = self.trained("q_proj")
+        assert self.trained("q_proj", "v_proj") == 2 * one
+        assert self.trained("q_proj", "self_attn.v_proj") == 2 * one, "the end of a name, as in PEFT"
+        assert self.trained("layers.0.self_attn.q_proj") == one / CONFIG.num_hidden_layers
+
+    @pytest.mark.parametrize("targets", [("query",), ("q_proj", "v_projj"), ("q_proj", "proj"), ("q_proj", "mlp")])
+    def test_one_that_is_not_there_is_refused(self, targets: tuple[str, ...]):
+        with pytest.raises(InvalidValueError, match=f"no linear layer is called {targets[-1]}: there are down_proj"):
+            self.trained(*targets)
+
+    @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+    def test_layers_of_gpt2_are_linear_too(self):
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=1)
+        model = build(find_target(config), Job(tokens=8, lora=4, lora_targets=("c_attn",)))
+        assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == 2 * 4 * 4 * 32
+
+    def test_without_adapters_their_settings_are_refused(self):
+        for setting in ({"lora_dtype": "bf16"}, {"lora_targets": "q_proj"}):
+            with pytest.raises(InvalidValueError, match="are of adapters: give lora=16"):
+                lowtide.plan(CONFIG, tokens=512, device="L40S", policy="none", **setting)
 
 
 def test_a_calibration_is_honoured_however_the_device_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     card = find_accelerator("L40S")
     path = tmp_path / "calibration.json"
-    path.write_text(
-        json.dumps({"efficiencies": dataclasses.asdict(dataclasses.replace(card.efficiencies, matmul=0.1))})
-    )
+    measured = dataclasses.asdict(dataclasses.replace(card.efficiencies, matmul=0.1))
+    path.write_text(json.dumps({"accelerator": "L40S", "efficiencies": measured}))
     monkeypatch.setattr(planner, "this_accelerator", lambda: card)
-    for device in ("L40S", card, None):
-        assert planner.wanted_accelerator(device, path).efficiencies.matmul == 0.1
+    for device, given in itertools.product(("L40S", card, None), (path, str(path))):
+        assert planner.wanted_accelerator(device, given).efficiencies.matmul == 0.1
 
 
 SIZES = {
@@ -379,6 +476,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     card = dataclasses.replace(find_accelerator("L40S"), memory=4 * 2**30)
     (found,) = find_longest(CONFIG, job, card, policies=["recompute+tile(loss)"])
     assert found.most % 1024 == 0
+    assert found.device_bytes == found.estimate.needed_bytes + margins_for(job, card).total <= card.memory
     fits, longer = (
         lowtide.plan(CONFIG, tokens=tokens, device=card, policy="recompute+tile(loss)")
         for tokens in (found.most, int(found.most * 1.15) + 1024)

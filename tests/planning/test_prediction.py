@@ -11,9 +11,9 @@ import lowtide
 from lowtide import simdevice
 from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Rates, simulated_device
 from lowtide.planning.job import Job
-from lowtide.planning.reading import read_peak
 from lowtide.planning.step import record
 from lowtide.policy import Policy
+from lowtide.recording.reading import read_peak
 from planning.planned_models import FAMILIES, TOKENS, batch_maker, make_model
 from planning.real_steps import real_peak, train
 from support import needs_transformers_5

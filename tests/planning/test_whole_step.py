@@ -130,6 +130,34 @@ def test_gathering_weights_takes_time():
     assert waits.peak_bytes == hides.peak_bytes
 
 
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_gradients_and_new_weights_that_ranks_exchange_take_time(engine: str):
+    """Where nothing hides behind compute, a step is its traffic: all but a rank's own share, in each round."""
+    ranks, slow = 4, dataclasses.replace(L40S, network=1e7)
+    model = build(_target(LLAMA), Job(tokens=8))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    blocks = model.model.layers
+    if engine in ("zero3", "fsdp2"):  # gathered for forward, again for backward but for what stays, and reduced
+        stays = weights - sum(parameter.nbytes for block in blocks[:-1] for parameter in block.parameters())
+        traffic = 3 * weights - stays
+    else:
+        traffic = 2 * weights
+    job = Job(tokens=512, engine=engine, ranks=ranks)
+    waits, hides = (Studio(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
+    alone = traffic * (1 - 1 / ranks) / slow.network
+    assert alone <= waits.seconds <= alone + hides.seconds
+    assert waits.peak_bytes == hides.peak_bytes
+
+
+def test_adapters_alone_are_exchanged():
+    job = Job(tokens=512, lora=8, engine="ddp", ranks=2)
+    slow = dataclasses.replace(L40S, network=1e6)
+    studios = [Studio(_target(LLAMA), job, card) for card in (slow, L40S)]
+    waits, hides = (studio.estimate("recompute", exact=True) for studio in studios)
+    alone = studios[0].facts.trained * 4 / slow.network  # float32, two rounds of one half
+    assert alone <= waits.seconds <= alone + hides.seconds
+
+
 def test_a_graphics_card_without_flash_takes_another_kernel():
     studio = Studio(
         _target({**LLAMA, "num_key_value_heads": 16}), Job(tokens=4096, dtype="fp16"), find_accelerator("T4")

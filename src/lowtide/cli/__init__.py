@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from lowtide._version import __version__
 from lowtide.cli.audit import audit
 from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.plan import calibrate, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 app = typer.Typer(
     name="lowtide",
@@ -36,12 +41,28 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the library logs.")] = False,
 ) -> None:
     if verbose:
-        from rich.logging import RichHandler
+        context.with_resource(_shown_log())
 
-        logging.basicConfig(level=logging.DEBUG, format="%(message)s", handlers=[RichHandler(show_path=False)])
+
+@contextlib.contextmanager
+def _shown_log() -> Iterator[None]:
+    """What the library logs goes to stderr, so that stdout is the answer alone. Other loggers are left as they are."""
+    from rich.logging import RichHandler
+
+    logger = logging.getLogger("lowtide")
+    handler, level = RichHandler(console=Console(stderr=True), show_path=False), logger.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

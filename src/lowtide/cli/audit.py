@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import fnmatch
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lowtide.cli.output import COULD_NOT_RUN, give_up, write
+from lowtide.cli.output import COULD_NOT_RUN, check_output, give_up, refuse_unused, write
 
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
@@ -95,11 +94,11 @@ def audit(
     if (target is None) != whole_zoo:
         give_up("give one target, or --zoo")
     if whole_zoo:
-        _refuse(context, _OF_ONE, "is for one target: the zoo has its own")
-        _check_output(records)
+        refuse_unused(context, _OF_ONE, "is for one target: the zoo has its own")
+        check_output(records)
     else:
-        _refuse(context, _OF_ZOO, "goes with --zoo")
-    _check_output(to)
+        refuse_unused(context, _OF_ZOO, "goes with --zoo")
+    check_output(to)
     try:
         if whole_zoo:
             code = _audit_zoo(engine or EngineName.TRANSFORMERS, family, records, workers, timeout, resume, output, to)
@@ -108,14 +107,6 @@ def audit(
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
-
-
-def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
-    """An option that was given and would do nothing."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            give_up(f"--{name} {why}")
 
 
 def _audit_one(
@@ -157,18 +148,6 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         give_up(f"--device {device} cannot be used here: {(str(error).splitlines() or [type(error).__name__])[0]}")
-
-
-def _check_output(to: Path | None) -> None:
-    """Before the work: what will be written can be."""
-    if to is None:
-        return
-    if to.is_dir():
-        give_up(f"{to} is a directory: name a file in it")
-    if not to.parent.is_dir():
-        give_up(f"{to} cannot be written: there is no directory {to.parent}")
-    if not os.access(to if to.exists() else to.parent, os.W_OK):
-        give_up(f"{to} cannot be written: no permission")
 
 
 def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dict[str, Any]:

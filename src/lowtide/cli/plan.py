@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
-from lowtide.cli.output import give_up, write
+from lowtide.cli.output import check_output, give_up, refuse_unused, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lowtide.planning import Plan
+    from lowtide.planning.estimate import Estimate
     from lowtide.planning.longest import Longest
+
+
+_UNIFORM = len("recompute+offload+tile(loss)")
+"""No policy that treats all regions alike is longer."""
+_REASON = "at the peak"
+_SENTENCE = 40
+"""Columns from which on a sentence is read better in several lines than cut."""
+_GAP = 2
+"""Between columns."""
 
 
 class Format(enum.StrEnum):
@@ -36,6 +47,7 @@ class EngineName(enum.StrEnum):
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -63,7 +75,7 @@ def plan(
     lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters. Default: full fine-tuning.")] = None,
     lora_dtype: Annotated[str, typer.Option(help="Of the adapters: fp32, as PEFT makes them, or bf16.")] = "fp32",
     four_bit: Annotated[bool, typer.Option("--4bit", help="A frozen base of 4 bits (QLoRA).")] = False,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16.")] = None,
     masters: Annotated[bool, typer.Option(help="float32 copies of the weights in the optimizer.")] = False,
     optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw_foreach, adamw8bit or sgd.")] = "adamw",
     attention: Annotated[str, typer.Option(help="auto, flash, efficient, cudnn or math.")] = "auto",
@@ -85,8 +97,12 @@ def plan(
 
     [bold]lowtide plan Llama-3.1-8B --device H100 --longest[/]
     """
-    from lowtide.errors import InvalidValueError, LowtideError
+    from lowtide.errors import LowtideError
 
+    _check_question(context, output, longest=longest, largest_batch=largest_batch, exact=exact)
+    if lora is None:
+        refuse_unused(context, ("lora_dtype",), "is of adapters: give --lora 16 (or another rank)")
+    check_output(to)
     settings: dict[str, Any] = {
         "batch_size": batch,
         "images": images,
@@ -109,12 +125,6 @@ def plan(
     tokens = "8k" if tokens is None and ":" not in model else tokens
     try:
         if longest or largest_batch:
-            if longest and largest_batch:
-                raise InvalidValueError("--longest and --largest-batch are two questions: ask one at a time")
-            if output is Format.HTML:
-                raise InvalidValueError("--longest and --largest-batch are answered as text or json")
-            if exact:
-                raise InvalidValueError("--exact is for a plan: --longest and --largest-batch try many sizes without")
             figure = "tokens" if longest else "batch_size"
             code = _longest(model, tokens, settings, limits, policy, figure=figure, cache=cache, output=output, to=to)
         else:
@@ -122,6 +132,20 @@ def plan(
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
+
+
+def _check_question(context: typer.Context, output: Format, *, longest: bool, largest_batch: bool, exact: bool) -> None:
+    """The two questions of size are asked one at a time, and without what they are to find."""
+    if longest and largest_batch:
+        give_up("--longest and --largest-batch are two questions: ask one at a time")
+    if (longest or largest_batch) and output is Format.HTML:
+        give_up("--longest and --largest-batch are answered as text or json")
+    if (longest or largest_batch) and exact:
+        give_up("--exact is for a plan: --longest and --largest-batch try many sizes without")
+    if longest:
+        refuse_unused(context, ("tokens",), "is what --longest finds: leave one of them out")
+    if largest_batch:
+        refuse_unused(context, ("batch",), "is what --largest-batch finds: leave one of them out")
 
 
 def calibrate(
@@ -133,6 +157,7 @@ def calibrate(
     from lowtide.errors import LowtideError
     from lowtide.planning.calibration import calibrate as measure
 
+    check_output(to)
     try:
         found = measure(to)
     except LowtideError as error:
@@ -183,31 +208,10 @@ def _with_progress(run: Callable[[Callable[[str, int, int], None]], Any]) -> Any
 
 def _print_plan(plan: Plan) -> None:
     from lowtide.planning.page import code_for
-    from lowtide.units import format_bytes
 
     console = Console(highlight=False)
     console.print(_headline(plan))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading, justify in (
-        ("", "left"),
-        ("policy", "left"),
-        ("device", "right"),
-        ("host", "right"),
-        ("step", "right"),
-    ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    table.add_column("at the peak")
-    for candidate in plan.candidates:
-        is_best = plan.best is not None and candidate.policy == plan.best.policy
-        table.add_row(
-            "[green]fits[/]" if candidate.fits else "[red]no[/]",
-            f"[bold]{escape(candidate.policy)}[/]" if is_best else escape(candidate.policy),
-            format_bytes(candidate.device_bytes),
-            format_bytes(candidate.estimate.host_bytes) if candidate.estimate.host_bytes else "",
-            f"{candidate.estimate.seconds:.3g} s",
-            escape(candidate.limit),
-        )
-    console.print(table)
+    console.print(_table_of(plan, console))
     if (line := code_for(plan)) is not None:
         console.print(f"\n[bold green]{escape(line)}[/]", soft_wrap=True)
         if plan.why_not_faster:
@@ -217,6 +221,45 @@ def _print_plan(plan: Plan) -> None:
         console.print(f"\n[bold red]nothing fits[/]: the least is {escape(least.policy)}, which {escape(least.limit)}")
     for note in plan.notes:
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
+
+
+def _table_of(plan: Plan, console: Console) -> Table:
+    """Policies and figures are shown whole; what holds the memory has the room that they leave, if there is some."""
+    bare = _filled(plan, console, 0)
+    room = console.width - Measurement.get(console, console.options, bare).maximum - _GAP
+    return _filled(plan, console, room) if room >= len(_REASON) else bare
+
+
+def _filled(plan: Plan, console: Console, room: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    _add_columns(table, console)
+    if room:
+        table.add_column(_REASON, no_wrap=room < _SENTENCE, max_width=room)
+    for candidate in plan.candidates:
+        is_best = plan.best is not None and candidate.policy == plan.best.policy
+        table.add_row(
+            "[green]fits[/]" if candidate.fits else "[red]no[/]",
+            f"[bold]{escape(candidate.policy)}[/]" if is_best else escape(candidate.policy),
+            *_figures(candidate.device_bytes, candidate.estimate),
+            *([escape(candidate.limit)] if room else []),
+        )
+    return table
+
+
+def _add_columns(table: Table, console: Console, *before: str) -> None:
+    """Those of both tables. A policy that is longer than a third of the line goes on in the next, and is never cut."""
+    table.add_column("policy", overflow="fold", max_width=max(_UNIFORM, console.width // 3))
+    for heading in (*before, "device", "host", "step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+
+def _figures(device_bytes: int, estimate: Estimate) -> tuple[str, str, str]:
+    """What both tables say of a policy: the device's memory with its margins, the host's, and the step's time."""
+    from lowtide.units import format_bytes
+
+    host = format_bytes(estimate.host_bytes) if estimate.host_bytes else ""
+    return format_bytes(device_bytes), host, f"{estimate.seconds:.3g} s"
 
 
 def _headline(plan: Plan) -> str:
@@ -269,22 +312,12 @@ def _longest(
 
 
 def _print_longest(found: list[Longest], figure: str) -> None:
-    from lowtide.units import format_bytes
-
+    console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("policy")
-    table.add_column("longest sequence" if figure == "tokens" else "largest batch", justify="right")
-    for heading in ("peak", "host", "step"):
-        table.add_column(heading, justify="right")
+    _add_columns(table, console, "longest sequence" if figure == "tokens" else "largest batch")
     for row in found:
-        if row.estimate is None:
+        if row.estimate is None or row.device_bytes is None:
             table.add_row(escape(row.policy), "none fits")
             continue
-        table.add_row(
-            escape(row.policy),
-            f"{row.most:,}",
-            format_bytes(row.estimate.peak_bytes),
-            format_bytes(row.estimate.host_bytes) if row.estimate.host_bytes else "",
-            f"{row.estimate.seconds:.3g} s",
-        )
-    Console(highlight=False).print(table)
+        table.add_row(escape(row.policy), f"{row.most:,}", *_figures(row.device_bytes, row.estimate))
+    console.print(table)

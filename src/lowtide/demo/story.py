@@ -165,6 +165,7 @@ def at_full_size(console: Console) -> None:
         task = progress.add_task("building the model")
         plan = lowtide.plan(
             **FULL_SIZE,  # type: ignore[arg-type]
+            cache=False,
             progress=lambda what, done, total: progress.update(
                 task, description=escape(what), completed=done, total=total
             ),

@@ -2,8 +2,8 @@
 
 `planner.plan` asks a process of its own (`worker`) for figures. There, a `Studio` builds the model without weights,
 runs one step of it through the real engine on blank tensors (`step`, `blank`), and reads the figures out of the record
-(`reading`, `estimate`). Long stacks are simulated at two short lengths and carried on (`layers`, `whole`). The solver
-mixes treatments region by region (`region_costs`, `solver`), and the winner is simulated whole.
+(`estimate`). Long stacks are simulated at two short lengths and carried on (`layers`, `whole`). The solver mixes
+treatments region by region (`region_costs`, `solver`), and the winner is simulated whole.
 """
 
 from __future__ import annotations

@@ -68,10 +68,10 @@ class Accelerator:
     def budgets(self, device: int | str | None, host: int | str | None) -> tuple[int, int]:
         """Bytes to use, of the device and of the host. Unless a plan is told: all of the one, twice as much of the
         other for each rank, which most machines have."""
-        return (
-            self.memory if device is None else parse_bytes(device),
-            2 * self.memory if host is None else parse_bytes(host),
-        )
+        budget = self.memory if device is None else parse_bytes(device)
+        if budget < 1:
+            raise InvalidValueError("a budget of 0 fits nothing: leave it out for all of the device's memory")
+        return budget, 2 * self.memory if host is None else parse_bytes(host)
 
     @property
     def link_rate(self) -> float:
@@ -81,7 +81,7 @@ class Accelerator:
         return dataclasses.asdict(self)
 
 
-def find_accelerator(name: str, calibration: Path | None = None) -> Accelerator:
+def find_accelerator(name: str, calibration: Path | str | None = None) -> Accelerator:
     """An accelerator by its name, in any spelling; with a calibration file, as measured."""
     rows = {plain(row.name): row for row in load_table()}
     if plain(name) not in rows:
@@ -90,15 +90,20 @@ def find_accelerator(name: str, calibration: Path | None = None) -> Accelerator:
     return found if calibration is None else calibrated(found, calibration)
 
 
-def calibrated(accelerator: Accelerator, path: Path) -> Accelerator:
-    """The accelerator with the efficiencies that `lowtide calibrate` wrote down."""
+def calibrated(accelerator: Accelerator, path: Path | str) -> Accelerator:
+    """The accelerator with the efficiencies that `lowtide calibrate` wrote down, on one of the same name."""
     try:
-        data = json.loads(path.read_text())
-        efficiencies = Efficiencies(**data["efficiencies"])
+        data = json.loads(Path(path).read_text())
+        measured, efficiencies = data["accelerator"], Efficiencies(**data["efficiencies"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidValueError(
             f"{path} is no calibration ({type(error).__name__}: {error}): write one with `lowtide calibrate -o {path}`"
         ) from error
+    if measured != accelerator.name:
+        raise InvalidValueError(
+            f"{path} was measured on {measured}, and the plan is for {accelerator.name}: run `lowtide calibrate` "
+            "there, or plan without a calibration"
+        )
     return dataclasses.replace(accelerator, efficiencies=efficiencies)
 
 

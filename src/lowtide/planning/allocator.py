@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lowtide.planning.blank import Event
+    from lowtide.recording import Event
 
 MIB = 2**20
 _UNIT = 512

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import operator
 import os
 import tempfile
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from lowtide.planning.targets import Target
 
 
+logger = logging.getLogger(__name__)
+
 LANES = 2
 """Processes that simulate side by side. Tiling everything takes about as long as all the rest."""
 
@@ -50,6 +53,8 @@ class CachedStudio:
         content = hashlib.sha256(target.content).hexdigest()
         self._same = [content, target.kind, target.name, accelerator.to_dict(), _versions()]
         self._job = job
+        self.trouble: str | None = None
+        """Why results are not kept, if they cannot be. They are used all the same."""
 
     def __enter__(self) -> Self:
         return self
@@ -97,12 +102,23 @@ class CachedStudio:
             return ask(self._remote(lane))
         text = json.dumps([what, asked, self._job.to_dict(), *self._same], sort_keys=True, default=str)
         path = cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-        if path.is_file():
-            data: dict[str, Any] = json.loads(path.read_text())
-            return data
-        data = ask(self._remote(lane))
-        _write(path, json.dumps(data))
+        data = _read(path)
+        if data is None:
+            data = ask(self._remote(lane))
+            self._keep(path, json.dumps(data))
         return data
+
+    def _keep(self, path: Path, text: str) -> None:
+        if self.trouble is not None:
+            return
+        try:
+            _write(path, text)
+        except OSError as error:
+            self.trouble = (
+                f"results cannot be kept in {path.parent} ({error.strerror}): set LOWTIDE_CACHE to a directory that "
+                "can be written, or plan without a cache"
+            )
+            logger.warning("%s", self.trouble)
 
     def _remote(self, lane: int) -> RemoteStudio:
         if lane not in self._started:
@@ -114,6 +130,15 @@ class CachedStudio:
 def lane_of(policy: str) -> int:
     """Which of the processes looks at a policy: what shares recordings shares a process."""
     return int("tile" in policy and "tile(loss)" not in policy)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What is known; None if nothing is, or if it cannot be read."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return data
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lowtide.planning.allocator import least_capacity, reserved_bytes
-from lowtide.planning.reading import read_peak, read_timeline
+from lowtide.recording.reading import read_peak, read_timeline
 from lowtide.stores.slabs import pinned_for
 
 if TYPE_CHECKING:

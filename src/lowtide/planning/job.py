@@ -34,7 +34,8 @@ class Job:
     batch_size: int = 1
     images: tuple[int, int, int] | None = None
     """Per sequence: how many, and their height and width in pixels."""
-    dtype: str = "bf16"
+    dtype: str | None = None
+    """Of a model that is built here: None is bf16. A live module has its own."""
     masters: bool = False
     """Whether the optimizer keeps float32 copies of 16-bit weights."""
     lora: int | None = None
@@ -52,13 +53,16 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise InvalidValueError(f"{getattr(self, name)!r} is no {name}; known: {', '.join(known)}")
+            chosen = getattr(self, name)
+            if chosen not in known and (name, chosen) != ("dtype", None):
+                raise InvalidValueError(f"{chosen!r} is no {name}; known: {', '.join(known)}")
         for name in ("tokens", "batch_size", "ranks"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.lora is not None and self.lora < 1:
             raise InvalidValueError(f"lora is the rank of the adapters: 1 or more, got {self.lora}")
+        if self.lora is None and (self.lora_dtype, self.lora_targets) != ("fp32", LORA_TARGETS):
+            raise InvalidValueError("lora_dtype and lora_targets are of adapters: give lora=16 (or another rank)")
         self._check_engine()
 
     def _check_engine(self) -> None:
@@ -70,6 +74,11 @@ class Job:
             raise InvalidValueError("a base of 4 bits cannot be trained itself: give lora=16 (or another rank)")
         if self.base == "4bit" and self.shards_weights:
             raise InvalidValueError(f"a base of 4 bits together with {self.engine} is not modelled: use ddp")
+
+    @property
+    def built_in(self) -> torch.dtype:
+        """The type in which a model is built here."""
+        return DTYPES[self.dtype or "bf16"]
 
     @property
     def length(self) -> int:

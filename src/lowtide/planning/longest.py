@@ -6,12 +6,13 @@ next; two or three more points close in on the answer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.planning.cache import CachedStudio
 from lowtide.planning.margins import margins_for
-from lowtide.planning.result import judged
+from lowtide.planning.result import INAPPLICABLE, judged
 from lowtide.planning.targets import find_target
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lowtide.planning.accelerators import Accelerator
     from lowtide.planning.estimate import Estimate
     from lowtide.planning.job import Job
+    from lowtide.planning.result import Candidate
 
 POLICIES = (
     "none",
@@ -37,9 +39,9 @@ _MOST = {"tokens": 16 * 2**20, "batch_size": 4096}
 
 
 class Needed(Protocol):
-    """What a policy needs, as a share of the budget, and its figures."""
+    """What a policy needs, as a share of the budget, and the policy with its figures."""
 
-    def __call__(self, policy: str, value: int, *, exact: bool = False) -> tuple[float, Estimate]: ...
+    def __call__(self, policy: str, value: int, *, exact: bool = False) -> tuple[float, Candidate]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class Longest:
     policy: str
     most: int
     estimate: Estimate | None
+    device_bytes: int | None = None
+    """What that needs on the device, margins included."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -71,19 +75,20 @@ def find_longest(
     found = []
     with CachedStudio(find_target(model), job, accelerator, enabled=cache) as studio:
 
-        def needed(policy: str, value: int, *, exact: bool = False) -> tuple[float, Estimate]:
+        def needed(policy: str, value: int, *, exact: bool = False) -> tuple[float, Candidate]:
             asked = dataclasses.replace(job, **{figure: value})  # type: ignore[arg-type]
             studio.change_job(asked)
             estimate = studio.estimate(policy, exact=exact)
             candidate = judged(estimate, limit, host_limit, margins_for(asked, accelerator))
-            return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), estimate
+            return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), candidate
 
-        if policies is None:
-            policies = [policy for policy in POLICIES if _tiling_of(policy) in studio.facts.tilings]
-        for place, policy in enumerate(policies):
+        wanted = policies or [policy for policy in POLICIES if _tiling_of(policy) in studio.facts.tilings]
+        left_out = () if policies else INAPPLICABLE
+        for place, policy in enumerate(wanted):
             if progress is not None:
-                progress(policy, place, len(policies))
-            found.append(_search(policy, needed, figure))
+                progress(policy, place, len(wanted))
+            with contextlib.suppress(*left_out):
+                found.append(_search(policy, needed, figure))
     return found
 
 
@@ -94,7 +99,7 @@ def _tiling_of(policy: str) -> str:
 def _search(policy: str, needed: Needed, figure: str) -> Longest:
     step, most = _STEP[figure], _MOST[figure]
     first, second = _FIRST[figure]
-    points: dict[int, tuple[float, Estimate]] = {value: needed(policy, value) for value in (first, second)}
+    points: dict[int, tuple[float, Candidate]] = {value: needed(policy, value) for value in (first, second)}
     for _ in range(_ROUNDS):
         value = _next(points, step, most)
         if value is None:
@@ -107,14 +112,14 @@ def _search(policy: str, needed: Needed, figure: str) -> Longest:
 def _confirmed(policy: str, needed: Needed, value: int, step: int) -> Longest:
     """Simulated whole; what turns out a little too long is made a little shorter."""
     while value > 0:
-        share, estimate = needed(policy, value, exact=True)
+        share, found = needed(policy, value, exact=True)
         if share <= 1:
-            return Longest(policy=policy, most=value, estimate=estimate)
+            return Longest(policy=policy, most=value, estimate=found.estimate, device_bytes=found.device_bytes)
         value -= max(step, round(value * (share - 1)) // step * step)
     return Longest(policy=policy, most=0, estimate=None)
 
 
-def _next(points: dict[int, tuple[float, Estimate]], step: int, most: int) -> int | None:
+def _next(points: dict[int, tuple[float, Candidate]], step: int, most: int) -> int | None:
     """Where the line through the two nearest points meets the budget; None if there is nothing between them."""
     below = max((value for value, (share, _) in points.items() if share <= 1), default=None)
     above = min((value for value, (share, _) in points.items() if share > 1), default=None)

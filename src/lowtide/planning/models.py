@@ -71,6 +71,10 @@ def _unpickled(target: Target, job: Job) -> tuple[nn.Module, Any]:
             f"lora={job.lora}: {target.name} is planned as it is. Give it adapters first (peft.get_peft_model), or "
             "plan it by name"
         )
+    if job.dtype is not None:
+        raise InvalidValueError(
+            f"dtype={job.dtype!r}: {target.name} is planned as it is. Convert it first (model.to), or plan it by name"
+        )
     try:
         model, batch = pickle.loads(target.content)  # noqa: S301  (we made it)
     except (AttributeError, ImportError) as error:
@@ -123,7 +127,7 @@ def _from_transformers(target: Target, job: Job) -> nn.Module:
     kernel = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
     try:
         with _building(job):
-            return cls._from_config(config, attn_implementation=kernel, dtype=DTYPES[job.dtype])  # type: ignore[no-any-return, attr-defined]
+            return cls._from_config(config, attn_implementation=kernel, dtype=job.built_in)  # type: ignore[no-any-return, attr-defined]
     except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"{cls.__name__} cannot be built without weights: {type(error).__name__}: {error}") from error
 
@@ -149,7 +153,7 @@ def _class_for(config: Any) -> type[nn.Module]:
 @contextlib.contextmanager
 def _building(job: Job) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[job.dtype])
+    torch.set_default_dtype(job.built_in)
     try:
         with torch.device("meta"):
             yield
@@ -157,19 +161,32 @@ def _building(job: Job) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _targets(model: nn.Module, wanted: tuple[str, ...]) -> list[str] | str:
+    """What PEFT is told: each name that was asked for, or those of the usual ones that are there, or all there are.
+
+    A name stands for every layer whose own name ends with it, as in PEFT; one that stands for none is refused.
+    """
+    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    there = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in layers)]
+    if wanted == LORA_TARGETS:
+        return there or "all-linear"
+    if missing := [target for target in wanted if target not in there]:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        raise InvalidValueError(f"no linear layer is called {', '.join(missing)}: there are {known}")
+    return there
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """GPT-2's `Conv1D` is one, too."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
 def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
         raise MissingDependencyError("planning LoRA needs peft: pip install 'lowtide[hf]'") from error
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets: Any = [target for target in job.lora_targets if target in names]
-    if not targets and job.lora_targets != LORA_TARGETS:
-        raise InvalidValueError(
-            f"no linear layer is called {', '.join(job.lora_targets)}: there are {', '.join(names)}"
-        )
-    targets = targets or "all-linear"
-    config = peft.LoraConfig(r=job.lora, lora_alpha=job.lora, target_modules=targets)
+    config = peft.LoraConfig(r=job.lora, lora_alpha=job.lora, target_modules=_targets(model, job.lora_targets))
     with _building(job):
         adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():

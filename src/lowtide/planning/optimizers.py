@@ -24,5 +24,6 @@ class FusedAdamW(torch.optim.Optimizer):
         with torch.no_grad():
             for parameter, state in self.state.items():
                 if parameter.grad is not None:
-                    for tensor in (parameter, *state.values()):
+                    parameter.add_(parameter.grad)
+                    for tensor in state.values():
                         tensor.copy_(tensor)

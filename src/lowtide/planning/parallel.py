@@ -4,6 +4,10 @@ DDP keeps all of them on every rank, and a second copy of the gradients in its b
 states, ZeRO-2 the gradients too, ZeRO-3 and FSDP2 the weights as well: a region's weights are gathered while it runs
 (and the next one's ahead of time), its gradients exist until they are reduced, and what is outside of all regions
 (embeddings, head) stays gathered from forward to the end of backward, as FSDP2's root does.
+
+Traffic has a lane of its own beside compute. A region's gradients are sent when its backward is over, each once, and
+the optimizer waits for the last of them. DDP sums them on all ranks (two rounds); where the optimizer's states are
+sharded, each rank gets its share (one round), and ZeRO-1 and -2 gather the new weights after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ class Parallel:
         self._order = [region.name for region in regions]
         self._gathered: dict[str, tuple[Any, float]] = {}
         self._shares: list[torch.nn.Parameter] = []
+        self._sent: set[int] = set()
 
     def claim_weights(self) -> None:
         """Count weights in the form in which they are kept."""
@@ -128,22 +133,26 @@ class Parallel:
             self._reduce(self._of_region[name])
 
     def end_backward(self) -> None:
+        """What is left is reduced, and compute waits for all that was sent."""
         for name in list(self._gathered):
             self._let_go(name)
         self._reduce(self._trained)
+        self._ledger.clock.compute.wait_stream(self._lane)
 
     def end_step(self) -> None:
-        """The gradients die with the optimizer's step."""
+        """The gradients die with the optimizer's step; ranks that hold whole weights exchange the new ones."""
         for parameter in (*self._trained, *self._shares):
             parameter.grad = None
+        if self._job.shards_optimizer and not self._job.shards_weights:
+            self._send(sum(parameter.nbytes for parameter in self._trained))
+            self._ledger.clock.compute.wait_stream(self._lane)
 
     def _gather(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
         if name in self._gathered:
             return
         nbytes = sum(parameter.nbytes for parameter in parameters)
-        lane, clock = self._lane, self._ledger.clock
-        lane.time = max(lane.time, clock.compute.time) + nbytes * (1 - 1 / self._job.ranks) / self._network
-        self._gathered[name] = (self._ledger.hold(nbytes, "communication", name), lane.time)
+        self._send(nbytes)
+        self._gathered[name] = (self._ledger.hold(nbytes, "communication", name), self._lane.time)
 
     def _let_go(self, name: str) -> None:
         if name in self._gathered:
@@ -154,15 +163,18 @@ class Parallel:
         done = [parameter for parameter in parameters if parameter.grad is not None]
         for parameter in done:
             self._ledger.claim(parameter.grad, "gradients")
-        if self._job.ranks > 1 and done:
-            self._send(sum(parameter.grad.nbytes for parameter in done))
+        if self._job.ranks > 1:
+            new = [parameter for parameter in done if id(parameter) not in self._sent]
+            self._sent.update(map(id, new))
+            self._send(sum(parameter.grad.nbytes for parameter in new), 1 if self._job.shards_optimizer else 2)
         if self._shares:
             self._hand_over(done)
 
-    def _send(self, nbytes: int) -> None:
-        rounds = 1 if self._job.shards_gradients else 2  # an all-reduce is a reduce-scatter and an all-gather
-        seconds = rounds * nbytes * (1 - 1 / self._job.ranks) / self._network
-        self._lane.time = max(self._lane.time, self._ledger.clock.compute.time) + seconds
+    def _send(self, nbytes: int, rounds: int = 1) -> None:
+        """A gather or a reduce-scatter is one round of all but a rank's own share; an all-reduce is both."""
+        if nbytes:
+            seconds = rounds * nbytes * (1 - 1 / self._job.ranks) / self._network
+            self._lane.time = max(self._lane.time, self._ledger.clock.compute.time) + seconds
 
     def _hand_over(self, parameters: list[Any]) -> None:
         share_of = {id(parameter): share for parameter, share in zip(self._trained, self._shares, strict=True)}

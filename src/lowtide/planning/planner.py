@@ -14,7 +14,7 @@ from lowtide.planning.detect import this_accelerator
 from lowtide.planning.job import LORA_TARGETS, Job
 from lowtide.planning.margins import margins_for
 from lowtide.planning.region_costs import TREATMENTS
-from lowtide.planning.result import Candidate, Plan, judged
+from lowtide.planning.result import INAPPLICABLE, Candidate, Plan, judged
 from lowtide.planning.rules import as_policy, joined
 from lowtide.planning.solver import solve
 from lowtide.planning.targets import find_target
@@ -22,7 +22,7 @@ from lowtide.policy import Policy
 from lowtide.units import format_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -48,16 +48,16 @@ def plan(
     ranks: int = 1,
     engine: str | None = None,
     lora: int | None = None,
-    lora_targets: tuple[str, ...] = LORA_TARGETS,
+    lora_targets: Sequence[str] = LORA_TARGETS,
     lora_dtype: str = "fp32",
     base: str = "plain",
-    dtype: str = "bf16",
+    dtype: str | None = None,
     masters: bool = False,
     optimizer: str = "adamw",
     attention: str = "auto",
     budget: int | str | None = None,
     host_budget: int | str | None = None,
-    calibration: Path | None = None,
+    calibration: Path | str | None = None,
     exact: bool = False,
     cache: bool = True,
     progress: Progress | None = None,
@@ -67,8 +67,8 @@ def plan(
     `model` is a module, a transformers configuration, the path of a `config.json` or its folder, one of the known names
     (`"Qwen3-8B"`), a name of the Hub (`"org/model"`), a model type, or `"MODULE:FACTORY"`. `tokens` is the length of
     each of `batch_size` sequences. A module that is not transformers' comes with a `batch`, the arguments of its
-    forward, which returns the loss; a factory may return both. A module is planned as it is; `dtype`, `lora` and `base`
-    are for models that are built here.
+    forward, which returns the loss; a factory may return both. A module is planned as it is; `dtype` (if it is not
+    given, bf16), `lora` and `base` are for models that are built here.
 
     `device` is an accelerator's name (without it, the one that is here), `budget` the memory to use of it, and
     `host_budget` the host's for each rank (if it is not given, twice the device's). With `policy` only that one is
@@ -85,7 +85,7 @@ def plan(
         dtype=dtype,
         masters=masters,
         lora=lora,
-        lora_targets=tuple(lora_targets),
+        lora_targets=(lora_targets,) if isinstance(lora_targets, str) else tuple(lora_targets),
         lora_dtype=lora_dtype,
         base=base,
         optimizer=optimizer,
@@ -124,6 +124,7 @@ class _Planner:
         self._progress = progress or (lambda *_: None)
         self._margins = margins_for(job, accelerator)
         self._done, self._total = 0, 1
+        self._inapplicable: dict[str, str] = {}
 
     def one(self, policy: str) -> Plan:
         """Just this policy."""
@@ -141,12 +142,12 @@ class _Planner:
         return self._plan(candidates, best)
 
     def _uniform(self) -> list[Candidate]:
-        """Every treatment with every tiling, in as many processes as there are lanes."""
+        """Every treatment with every tiling that applies, in as many processes as there are lanes."""
         policies = [joined(treatment, tile) for tile in self._studio.facts.tilings for treatment in TREATMENTS]
         lanes = [[policy for policy in policies if lane_of(policy) == lane] for lane in range(LANES)]
         pool = concurrent.futures.ThreadPoolExecutor(LANES)
         try:
-            looks = [pool.submit(lambda names=names: [self._look(name) for name in names]) for names in lanes]  # type: ignore[misc]
+            looks = [pool.submit(self._look, names) for names in lanes]
             return [candidate for look in looks for candidate in look.result()]
         except BaseException:
             self._studio.stop()
@@ -162,7 +163,7 @@ class _Planner:
         """
         fastest = min((c.estimate.seconds for c in uniform if c.fits), default=math.inf)
         loose = max(c.estimate.needed_bytes - c.estimate.peak_bytes for c in uniform)
-        budgets = dict.fromkeys(self._studio.facts.tilings, self._budget - self._margins.total - loose)
+        budgets = dict.fromkeys(self._mixable(), self._budget - self._margins.total - loose)
         choices: dict[str, Choice | None] = {}
         for tile in budgets:
             self._tell(f"mixing policies{f' with {tile}' if tile else ''}")
@@ -181,6 +182,14 @@ class _Planner:
                 budgets[tile] -= max(candidate.device_bytes - self._budget, self._budget // 200)
                 choices[tile] = self._choose(tile, budgets[tile])
 
+    def _mixable(self) -> list[str]:
+        """Tilings with which every treatment applies: the solver needs the costs of all."""
+        return [
+            tile
+            for tile in self._studio.facts.tilings
+            if not any(joined(treatment, tile) in self._inapplicable for treatment in TREATMENTS)
+        ]
+
     def _choose(self, tile: str, budget: int) -> Choice | None:
         """The solver's choice; None if there is none, or if it is one treatment for all, which is known already."""
         costs = self._studio.costs(tile)
@@ -198,9 +207,16 @@ class _Planner:
                 return candidate
         return None
 
-    def _look(self, policy: str) -> Candidate:
-        self._tell(policy)
-        return self._judge(policy, exact=self._exact)
+    def _look(self, policies: list[str]) -> list[Candidate]:
+        """Those of them that apply to this model; the reasons of the others are kept for a note."""
+        found = []
+        for policy in policies:
+            self._tell(policy)
+            try:
+                found.append(self._judge(policy, exact=self._exact))
+            except INAPPLICABLE as error:
+                self._inapplicable[policy] = str(error).splitlines()[0].partition(". ")[0]
+        return found
 
     def _judge(self, policy: str, *, exact: bool) -> Candidate:
         estimate = self._studio.estimate(policy, exact=exact)
@@ -230,12 +246,19 @@ class _Planner:
                 f"offload may take {format_bytes(self._host_budget)} of host memory per rank: say with host_budget "
                 "(--host-budget) what there is"
             )
+        if self._inapplicable:
+            notes.append(
+                f"not applicable here, and left out: {', '.join(self._inapplicable)} "
+                f"({next(iter(self._inapplicable.values()))})"
+            )
         facts = self._studio.facts
         if len(candidates) > 1 and "tile" not in facts.tilings:
             notes.append(
                 f"not all of {facts.model_class} can be tiled: it has no MLPs as modules of their own, or makes its "
                 "loss otherwise than transformers' models do of labels"
             )
+        if self._studio.trouble:
+            notes.append(self._studio.trouble)
         if too_long := facts.too_long(self._job.tokens):
             notes.append(too_long)
         if self._accelerator.efficiencies == Efficiencies():
@@ -284,7 +307,7 @@ def parse_images(images: tuple[int, int, int] | str | None) -> tuple[int, int, i
     raise InvalidValueError(f"{images!r} are no pictures: write COUNTxHEIGHTxWIDTH, like 4x1024x1024")
 
 
-def wanted_accelerator(device: str | Accelerator | None, calibration: Path | None) -> Accelerator:
+def wanted_accelerator(device: str | Accelerator | None, calibration: Path | str | None) -> Accelerator:
     """The one that is named, or the one that is here."""
     if isinstance(device, str):
         return find_accelerator(device, calibration)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from lowtide.planning.blank import Moment, Owner
-from lowtide.planning.reading import Tally
+from lowtide.recording import Moment, Owner
+from lowtide.recording.reading import Tally
 
 if TYPE_CHECKING:
     from lowtide.planning.step import Recording

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from lowtide.errors import LogitsNotComputedError, SilentNoOpError
 from lowtide.policy import Policy
 from lowtide.units import format_bytes
 
@@ -27,6 +28,9 @@ KINDS = {
     "communication": "communication buffers",
     "batch": "the batch",
 }
+
+INAPPLICABLE = (SilentNoOpError, LogitsNotComputedError)
+"""What a policy ends with that does nothing to this model, or cannot. Others are judged all the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

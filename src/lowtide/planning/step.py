@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from lowtide.applying import apply
 from lowtide.errors import NoRegionError, PlanError
 from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, simulated_device
-from lowtide.planning.blank.trees import tensors_in
 from lowtide.planning.parallel import Parallel
 from lowtide.planning.watch import Watch
+from lowtide.recording.operations import tensors_in
 from lowtide.regions import find_head, find_regions
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planning.accelerators import Accelerator
-    from lowtide.planning.blank import Event
     from lowtide.planning.job import Job
     from lowtide.policy import Policy
+    from lowtide.recording import Event
 
     MakeBatch = Callable[[nn.Module, torch.device], Any]
     """Gives what the model is called with: keywords, arguments, or one argument."""

@@ -5,14 +5,18 @@ This is what works in the planning process; the user's process only sees the res
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lowtide.errors import NoRegionError
 from lowtide.losses.head_loss import count_classes
 from lowtide.planning.batches import make_batch, put_on
 from lowtide.planning.estimate import Estimate, carried_on, exact_estimate
+from lowtide.planning.job import DTYPES
 from lowtide.planning.layers import find_stack, shorten
 from lowtide.planning.models import build, build_with_batch
 from lowtide.planning.region_costs import TREATMENTS, region_costs
@@ -23,7 +27,6 @@ from lowtide.policy import Policy
 from lowtide.regions import find_head, find_mlps, find_regions
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from lowtide.planning.accelerators import Accelerator
@@ -41,6 +44,8 @@ class Facts:
     model_class: str
     parameters: int
     trained: int
+    dtype: str
+    """What most of the weights are in."""
     regions: list[str]
     longest: int | None
     """The longest sequence that the model was made for, if its configuration says so."""
@@ -71,6 +76,7 @@ class Studio:
             model_class=_class_name(model),
             parameters=sum(p.numel() for p in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            dtype=_dtype_of(model),
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
             tilings=tilings_of(model),
@@ -117,6 +123,14 @@ def tilings_of(model: nn.Module) -> list[str]:
     if not find_mlps(find_regions(model)):
         return ["", "tile(loss)"] if has_loss else [""]
     return ["", "tile(loss)", "tile"] if has_loss else ["", "tile(mlp)"]
+
+
+def _dtype_of(model: nn.Module) -> str:
+    weights: collections.Counter[torch.dtype] = collections.Counter()
+    for parameter in model.parameters():
+        weights[parameter.dtype] += parameter.numel()
+    most = max(weights, key=lambda dtype: weights[dtype], default=torch.get_default_dtype())
+    return next((name for name, dtype in DTYPES.items() if dtype is most), str(most).removeprefix("torch."))
 
 
 def _class_name(model: object) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowtide.planning.blank import Moment
 from lowtide.planning.layers import Stack
-from lowtide.planning.reading import owners_at, peaks_by_moment
+from lowtide.recording import Moment
+from lowtide.recording.reading import owners_at, peaks_by_moment
 
 if TYPE_CHECKING:
     from lowtide.planning.step import Recording

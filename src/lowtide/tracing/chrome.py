@@ -10,7 +10,7 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
-from lowtide.planning.reading import read_timeline
+from lowtide.recording.reading import read_timeline
 from lowtide.tracing.result import KINDS
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lowtide.planning.blank import Event, Moment, Owner
-from lowtide.planning.blank.trees import tensors_in, tensors_of
+from lowtide.recording import Event, Moment, Owner
+from lowtide.recording.operations import tensors_in, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -15,7 +15,7 @@ from lowtide.stores.ranges import FreeRanges
 from lowtide.tracing.result import OUTSIDE
 
 if TYPE_CHECKING:
-    from lowtide.planning.blank import Event
+    from lowtide.recording import Event
     from lowtide.tracing.result import Trace
 
 _PLACES = ("device", "host")

@@ -11,7 +11,7 @@ from lowtide.report_page.charts import LEGEND, dashed, unit_for
 from lowtide.tracing.result import KINDS, OUTSIDE
 
 if TYPE_CHECKING:
-    from lowtide.planning.reading import Sample
+    from lowtide.recording.reading import Sample
     from lowtide.tracing.result import Trace
 
 _TEMPLATE = Path(__file__).parent / "templates" / "trace.html"

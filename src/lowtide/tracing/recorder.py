@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from lowtide.planning.blank import Moment
+    from lowtide.recording import Moment
     from lowtide.regions import Selector
     from lowtide.stores import Store
 

@@ -9,12 +9,12 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.applying.report import grouped_name, range_of, stack_of
-from lowtide.planning.reading import read_peak, read_timeline
+from lowtide.recording.reading import read_peak, read_timeline
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.planning.blank import Event
-    from lowtide.planning.reading import Peak, Sample, Tally
+    from lowtide.recording import Event
+    from lowtide.recording.reading import Peak, Sample, Tally
     from lowtide.tracing.ledger import Move
     from lowtide.tracing.whereabouts import Span
 

@@ -20,7 +20,7 @@ from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
 from lowtide.auditing.names import named_modules
 from lowtide.auditing.stacks import ancestors
-from lowtide.planning.blank import Moment
+from lowtide.recording import Moment
 
 if TYPE_CHECKING:
     import contextlib

@@ -5,17 +5,14 @@ from __future__ import annotations
 from lowtide.planning.blank.attention import Attention
 from lowtide.planning.blank.clock import DEVICE, Clock
 from lowtide.planning.blank.costs import Rates
-from lowtide.planning.blank.ledger import Event, Ledger, Moment, Owner
+from lowtide.planning.blank.ledger import Ledger
 from lowtide.planning.blank.surroundings import simulated_device
 
 __all__ = [
     "DEVICE",
     "Attention",
     "Clock",
-    "Event",
     "Ledger",
-    "Moment",
-    "Owner",
     "Rates",
     "simulated_device",
 ]

@@ -1,7 +1,7 @@
 """What an operation costs: FLOPs and bytes moved, and from these seconds on a roofline.
 
 FLOPs come from torch's own `flop_registry`. Every other kernel is bound by memory: it reads its inputs and writes its
-results once. Causal attention does half of the square.
+results once; what it overwrites is not read. Causal attention does half of the square.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from lowtide.planning.blank.trees import is_blank
+from lowtide.planning.blank.values import is_blank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +86,8 @@ _FREE = frozenset(
 )
 
 _COPIES = frozenset({aten._to_copy, aten.copy_})
+_OVERWRITES = frozenset({aten.copy_, aten.fill_, aten.zero_})
+"""Their first argument is only written."""
 
 
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: list[torch.Tensor]) -> Cost:
@@ -101,6 +103,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
             return _transfer(func._overloadpacket, args, kwargs, out)
         kind = "memory"
     nbytes = sum(_touched(tensor) for tensor in here)
+    if func._overloadpacket in _OVERWRITES and is_blank(args[0]):
+        nbytes -= _touched(args[0])
     flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
     if kind.startswith("attention") and _is_causal(func, args, kwargs):
         flops /= 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,39 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.planning.blank import values
 from lowtide.planning.blank.costs import cost_of
 from lowtide.planning.blank.shapes import Shapes
-from lowtide.planning.blank.trees import tensors_in, tensors_of
 from lowtide.planning.blank.workspaces import workspace_of
+from lowtide.recording import Event, Moment, Owner
+from lowtide.recording.operations import tensors_in, tensors_of
 
 if TYPE_CHECKING:
     from lowtide.planning.blank.clock import Clock
     from lowtide.planning.blank.costs import Cost, Rates
-
-
-class Owner(NamedTuple):
-    """Who a storage belongs to."""
-
-    kind: str
-    """`weights`, `gradients`, `optimizer`, `activations`, `logits`, `workspace`, `batch`, `communication`."""
-    block: str
-    """The region whose forward (or backward) made it; empty outside of all regions."""
-
-
-class Moment(NamedTuple):
-    """When something happened: the phase of the step, and the region that ran."""
-
-    phase: str
-    block: str
-
-
-class Event(NamedTuple):
-    """Bytes come (a positive change) or go; with no change, a storage gets another owner."""
-
-    change: int
-    storage: int
-    place: str
-    owner: Owner
-    moment: Moment
-    seconds: float
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide.errors import PlanError
-from lowtide.planning.blank.trees import is_blank, tensors_in
+from lowtide.recording.operations import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +54,11 @@ _KINDS: dict[str, tuple[Any, ...]] = {
 def _kind(func: Any) -> str:
     """What is special about an operation: mostly nothing. Looked up once for each, as it is asked for each time."""
     return next((kind for kind, packets in _KINDS.items() if func._overloadpacket in packets), "")
+
+
+def is_blank(thing: Any) -> bool:
+    """Whether something is a tensor without numbers."""
+    return isinstance(thing, torch.Tensor) and thing.is_meta
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:

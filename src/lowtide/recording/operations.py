@@ -23,8 +23,3 @@ def tensors_in(things: Iterable[Any]) -> list[torch.Tensor]:
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return tensors_in(args) + tensors_in(kwargs.values()) if kwargs else tensors_in(args)
-
-
-def is_blank(thing: Any) -> bool:
-    """Whether something is a tensor without numbers."""
-    return isinstance(thing, torch.Tensor) and thing.is_meta

@@ -6,12 +6,12 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from lowtide.planning.blank import Moment, Owner
+from lowtide.recording import Moment, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lowtide.planning.blank import Event
+    from lowtide.recording import Event
 
 SAMPLES = 400
 """Points of a timeline, about."""
