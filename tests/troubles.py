@@ -104,6 +104,43 @@ def nothing_is_tiled() -> None:
     model.model(ids(), use_cache=False).last_hidden_state.sum().backward()
 
 
+def inside_another_checkpoint(policy: str) -> None:
+    model = stack()
+    lowtide.apply(model, policy)
+    x = torch.randn(4, 8, requires_grad=True)
+    for block in model:
+        x = torch_checkpoint.checkpoint(block, x, use_reentrant=False)
+    x.sum().backward()
+
+
+@trouble
+def offload_inside_another_checkpoint() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        inside_another_checkpoint(f"recompute+offload(disk={folder}, tmpfs)")
+
+
+@trouble
+def recompute_inside_another_checkpoint() -> None:
+    inside_another_checkpoint("recompute")
+
+
+@trouble
+def a_rule_for_a_part_of_a_block() -> None:
+    lowtide.apply(llama(), "none; *.mlp: recompute")
+
+
+@trouble
+def regions_that_are_not_called() -> None:
+    lowtide.apply(llama().model, "recompute", regions=["layers"])
+
+
+@trouble
+def a_part_of_a_model() -> None:
+    model = llama()
+    lowtide.apply(model, "recompute")
+    lowtide.apply(model.model.layers[:1], "none; 0: recompute", regions=["0"])
+
+
 class ByHand(torch.autograd.Function):
     """Runs blocks without gradients, and differentiates them in a backward of its own, as reversible layers do."""
 
