@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from lowtide.policy import Policy
     from lowtide.regions import Region
+
+
+logger = logging.getLogger(__name__)
 
 
 def check_policy(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
@@ -70,10 +73,8 @@ def _check_tiles(model: nn.Module, policy: Policy, regions: list[Region]) -> Non
     wanted = [region for region in regions if "mlp" in policy.for_region(region.name).tile]
     found = find_mlps(wanted)
     if found and (bare := sorted({region.name for region in wanted} - {region.name for region, _, _ in found})):
-        names = ", ".join(bare)
-        warnings.warn(
-            f"lowtide: tile(mlp): no MLP as a module of its own in {names}: nothing is tiled there", stacklevel=2
-        )
+        # No warning: most vision-language models have a block or two like that, and the report names what is tiled.
+        logger.info("tile(mlp): no MLP as a module of its own in %s: nothing is tiled there", ", ".join(bare))
     if wanted and not found:
         raise NoRegionError(
             f"tile(mlp): no block of {type(model).__name__} holds an MLP or a mixture of experts as a module of its "
