@@ -76,7 +76,8 @@ def test_sizes_are_described_for_people():
     [
         ({"recompute": True, "offload": True}, Policy(recompute=True, offload="host")),
         ({"tile": ["loss"], "tiled_mlp": True}, "tile"),
-        ({"tiled_mlp": True, "tile": False}, "tile(mlp)"),
+        ({"tiled_mlp": True, "tile": False}, "none"),
+        ({"tile": {"loss"}}, "tile(loss)"),
         ({"recompute": True, "tile": None, "overrides": None}, "recompute"),
         ({"recompute": True, "offload": "host", "host_limit": "1GiB"}, "recompute+offload(host=1GiB)"),
         (

@@ -1,8 +1,9 @@
 """What the buffers of a module hold at one moment: running statistics, power iterations, counters.
 
-A forward may change them in place or put another tensor in their place, and running it again would do so twice. They
-are written behind autograd's back (`.data`): a batch norm saves its statistics without reading them in training, and
-its own updates are not counted as changes either.
+A forward may change them in place or put another tensor in their place, and running it again would do so twice. What a
+module remembers about a tensor that it replaced goes with it: RoPE makes a longer table, and writes down for which
+length. Contents are written behind autograd's back (`.data`): a batch norm saves its statistics without reading them in
+training, and its own updates are not counted as changes either.
 """
 
 from __future__ import annotations
@@ -22,24 +23,37 @@ PACKED_BYTES = 1024**2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Slot:
-    """A buffer of one module, and what was in it."""
+    """A buffer of one module, what was in it, and what else the module held."""
 
-    holder: dict[str, Any]
+    module: nn.Module
     name: str
-    buffer: Tensor
-    value: Tensor
+    buffer: Tensor | None
+    value: Tensor | None
     version: int
+    attributes: dict[str, Any]
     is_statistic: bool
+    """Norms update these in one fused operator, which does not count as a change of the tensor."""
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, attributes: dict[str, Any]) -> Self:
+        buffer = module._buffers.get(name)
+        value, version = (None, 0) if buffer is None else (buffer.detach().clone(), buffer._version)
+        return cls(module, name, buffer, value, version, attributes, _has_statistics(module))
 
     @property
-    def was_changed(self) -> bool:
-        """Norms update their statistics in one fused operator, which does not count as a change of the tensor."""
-        is_replaced = self.holder.get(self.name) is not self.buffer
-        return is_replaced or self.is_statistic or self.buffer._version != self.version
+    def is_replaced(self) -> bool:
+        return self.module._buffers.get(self.name) is not self.buffer
 
-    def restore(self) -> None:
-        self.holder[self.name] = self.buffer
-        self.buffer.data.copy_(self.value)
+    @property
+    def is_written(self) -> bool:
+        return self.buffer is not None and (self.is_statistic or self.buffer._version != self.version)
+
+    def restore(self, *, content: bool) -> None:
+        if self.is_replaced:
+            self.module._buffers[self.name] = self.buffer
+            _put_back(vars(self.module), self.attributes)
+        if content and self.buffer is not None and self.value is not None:
+            self.buffer.data.copy_(self.value)
 
 
 class Snapshot:
@@ -47,34 +61,40 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._slots = [
-            _Slot(part._buffers, name, buffer, buffer.detach().clone(), buffer._version, _has_statistics(part))
+            _Slot.of(part, name, attributes)
             for part in module.modules()
+            if part._buffers and (attributes := dict(vars(part)))
             for name, buffer in part._buffers.items()
             if buffer is not None and may_change(buffer)
         ]
+        self._written: set[_Slot] = set()
 
     def changed(self) -> Self:
         """Those that changed since, and what they held."""
-        return self._of([slot for slot in self._slots if slot.was_changed])
+        written = {slot for slot in self._slots if slot.is_written}
+        return self._of([slot for slot in self._slots if slot.is_replaced or slot in written], written)
 
     def again(self) -> Self:
         """The same buffers, and what they hold now."""
-        now = [(slot, slot.holder[slot.name]) for slot in self._slots]
-        return self._of(
-            [
-                dataclasses.replace(slot, buffer=buffer, value=buffer.detach().clone(), version=buffer._version)
-                for slot, buffer in now
-            ]
-        )
+        slots = [_Slot.of(slot.module, slot.name, dict(vars(slot.module))) for slot in self._slots]
+        pairs = zip(self._slots, slots, strict=True)
+        return self._of(slots, {now for before, now in pairs if before in self._written and not before.is_replaced})
 
     def restore(self) -> None:
+        """Contents only of those that are written to: what is replaced keeps its own."""
         for slot in self._slots:
-            slot.restore()
+            slot.restore(content=slot in self._written)
 
-    def _of(self, slots: list[_Slot]) -> Self:
+    def _of(self, slots: list[_Slot], written: set[_Slot]) -> Self:
         twin = object.__new__(type(self))
-        twin._slots = slots
+        twin._slots, twin._written = slots, written
         return twin
+
+
+def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)
 
 
 def may_change(buffer: Tensor) -> bool:

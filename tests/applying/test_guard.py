@@ -188,7 +188,9 @@ def test_a_tower_that_the_first_batches_leave_out_is_watched_on(x, kinds):
             y = model["text"](x)[-1]
             (y + model["tower"](x)[-1] if kind == "picture" else y).sum().backward()
 
-    with pytest.raises(SilentNoOpError, match=r"region 'tower\.layers\.0': it ran in evaluation mode"):
+    says = r"region 'tower\.layers\.0': it ran in evaluation mode"
+    late = kinds[0] == "text"  # an error would end a run that has trained for a while
+    with pytest.warns(UserWarning, match=says) if late else pytest.raises(SilentNoOpError, match=says):
         train()
     assert applied.report().regions[-1].recomputes == kinds.index("picture") + 1
 

@@ -100,6 +100,16 @@ class TestOwnCheckpointing:
             lowtide.apply(model, policy)
         assert count_runs(model, batch) == [2, 2]
 
+    def test_where_warnings_are_errors_nothing_is_changed(self):
+        model, batch = self.build()
+        before = lowtide.apply(model, "tile(mlp, tokens=8)")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="switched off"):
+                lowtide.apply(model, "recompute")
+        assert count_runs(model, batch) == [2, 2]
+        assert before.report().tiles[0].calls == 1
+
     @pytest.mark.parametrize(("policy", "runs"), [("recompute", [2, 2]), ("recompute; *.layers.1: none", [2, 1])])
     def test_is_off_where_it_does_and_a_warning_says_so(self, policy, runs):
         model, batch = self.build()

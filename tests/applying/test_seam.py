@@ -72,7 +72,9 @@ def test_an_accelerator_unwraps_a_model_with_a_tiled_loss():
     model, batch = build()
     applied = lowtide.apply(model, "tile(loss, loss_tokens=8)")
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    plain = inspect.signature(model.forward)
     prepared = accelerator.prepare(model)
+    assert inspect.signature(prepared.forward) == plain
     prepared(**batch).loss.backward()
     accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(**batch).loss.backward()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

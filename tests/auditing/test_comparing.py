@@ -24,6 +24,8 @@ NAN, INF = float("nan"), float("inf")
         ([INF, 1.0], [-INF, 1.0], "different"),
         ([INF, 1.0], [NAN, 1.0], "different"),
         ([complex(0, INF), 1.0], [complex(INF, 0), 1.0], "different"),
+        ([complex(1, 2), 1.0], [complex(1, 9), 1.0], "different"),
+        ([complex(1, 2), 1.0], [complex(1, 2), 1.0], None),
     ],
 )
 def test_what_is_no_number(reference, candidate, expected):

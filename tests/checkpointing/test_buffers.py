@@ -35,6 +35,49 @@ class Averages(Counts):
         return torch.tanh(self.linear(x)) * self.runs
 
 
+class GrowingTable(Counts):
+    """RoPE's cosines in many a model's own code: a longer table when it is needed, and a note of its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make(2)
+
+    def make(self, length: int) -> None:
+        self.length = length
+        self.register_buffer("table", torch.arange(length).double().cos()[:, None], persistent=False)
+
+    def forward(self, x):
+        if len(x) > self.length:
+            self.make(len(x))
+        return torch.tanh(self.linear(x)) * self.table[: len(x)]
+
+
+class MeasuresOnce(Counts):
+    """Takes its scale from the first batch."""
+
+    is_ready = False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.runs, self.is_ready = x.detach().std(), True
+        return torch.tanh(self.linear(x)) / self.runs
+
+
+class Forgets(Counts):
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        self.runs = None
+        return y
+
+
+class Expands(Counts):
+    """Its buffer becomes a view in which many elements are one."""
+
+    def forward(self, x):
+        self.runs = torch.ones(1, dtype=x.dtype).expand(8)
+        return torch.tanh(self.linear(x)) * self.runs
+
+
 def blocks() -> dict[str, nn.Module]:
     return {
         "batch norm": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8, momentum=None)),
@@ -62,6 +105,19 @@ def test_buffers_and_gradients_are_those_of_plain_training(kind):
     assert not all(torch.equal(a, b) for a, b in zip(expected[1], torch_own[1], strict=True)), (
         "torch's own does it twice"
     )
+
+
+@pytest.mark.parametrize("block", [GrowingTable, MeasuresOnce, Forgets, Expands])
+def test_what_a_module_remembers_about_a_buffer_that_it_replaces_goes_with_it(block):
+    def gradients(run):
+        torch.manual_seed(0)
+        module = block().double()
+        for tokens in (2, 5, 3, 5):
+            run(module, torch.randn(tokens, 8, dtype=torch.double)).square().sum().backward()
+        return [p.grad for p in module.parameters()], [b for b in module.buffers() if b is not None]
+
+    ours, plain = gradients(lowtide.checkpoint), gradients(lambda module, x: module(x))
+    assert all(torch.equal(a, b) for a, b in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True))
 
 
 @pytest.mark.parametrize("kind", blocks())

@@ -175,10 +175,12 @@ def test_what_lowtide_refuses_is_no_failed_proof(run, monkeypatch, output):
 
 
 @needs_zoo
-def test_a_refusal_at_the_end_of_the_first_step(run):
-    result = run("mobilebert", "--policy", "recompute+tile(loss, loss_tokens=8)")
-    assert result.exit_code == 2, result.output
-    assert "tile(loss): expected 'cls.predictions.decoder'" in result.stderr
+def test_a_policy_that_is_not_active_is_a_failed_proof(run):
+    result = run("mobilebert", "--policy", "recompute+tile(loss, loss_tokens=8)", "--format", "json")
+    assert result.exit_code == 1, result.output
+    (check,) = json.loads(result.stdout)["checks"]
+    assert (check["name"], check["verdict"]) == ("runs", "fail")
+    assert "SilentNoOpError: tile(loss): expected 'cls.predictions.decoder'" in check["summary"]
 
 
 @needs_zoo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,27 @@ def check_reach(model: nn.Module, others: Iterable[Region]) -> None:
             f"{type(model).__name__} is a part of a model whose policy also acts on {outside!r}, outside of it: give "
             "the whole model one policy with a rule for this part ('recompute; visual.*: none'), or remove() that first"
         )
+
+
+def tell_of_own_checkpointing(model: nn.Module, policy: Policy) -> None:
+    """That it will be off while the policy is in force. Where warnings are errors, nothing has been changed yet."""
+    if any(checkpoints_itself(module) for module in model.modules()):
+        warnings.warn(
+            f"lowtide: the model's own gradient checkpointing is switched off while the policy {policy.describe()} is "
+            "in force",
+            stacklevel=3,
+        )
+
+
+def checkpoints_itself(module: nn.Module) -> bool:
+    """By transformers' flag."""
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def keeps_less(policy: Policy, regions: list[Region]) -> bool:
+    """Whether it recomputes or offloads anything; tiles alone leave what is kept to others."""
+    chosen = [policy.for_region(region.name) for region in regions]
+    return any(one.recompute or one.offload for one in chosen)
 
 
 def offloads(policy: Policy, regions: list[Region]) -> bool:

@@ -2,8 +2,9 @@
 
 A flag that silently does nothing is what this project exists to end. Each region that ran is watched through the nodes
 that it added to the graph and that saved something: when backward comes by one of them, the region must be recomputed.
-When the first backward that comes by it is over, a region that was not, or whose inputs never reached the store, is
-named in an error; the others are watched on, for a batch of texts says nothing about a vision tower.
+When the first backward is over, a region that was not, or whose inputs never reached the store, is named in an error.
+The others are watched on, for a batch of texts says nothing about a vision tower; what is found about them later is a
+warning, for it should not end a run that has trained for hours.
 A block that added no such node (it was skipped, it handed its input on) owes nothing. Nor does one that ran without
 gradients, as frozen towers do, unless gradients arrive at its parameters all the same. A block in evaluation mode runs
 plainly; if backward comes by it all the same, somebody forgot `model.train()`.
@@ -110,14 +111,16 @@ class Guard:
             self._reach(region)
 
     def _check(self) -> None:
+        is_first = not self._has_checked
         findings = [text for region in self._reached.values() for text in self._findings(region)]
-        if not self._has_checked:
-            findings += self._findings_of_the_first()
+        findings += self._findings_of_the_first() if is_first else []
         self._settled.update(self._reached)
         twice = [name for name, region in self._reached.items() if region.policy.recompute and region.ledger.nested]
         self._reached.clear()
+        if findings and self._strict and is_first:
+            raise SilentNoOpError("\n".join(findings))
         if findings:
-            self._say("\n".join(findings))
+            warnings.warn("lowtide: " + "\n".join(findings), stacklevel=2)
         elif twice:
             warnings.warn(f"lowtide: {_recomputed_twice(twice[0])}", stacklevel=2)
 
@@ -134,11 +137,6 @@ class Guard:
                 "your own loss with lowtide.linear_cross_entropy and leave tile(loss) out"
             )
         return findings
-
-    def _say(self, message: str) -> None:
-        if self._strict:
-            raise SilentNoOpError(message)
-        warnings.warn(f"lowtide: {message}", stacklevel=2)
 
     def _findings(self, region: RegionRuntime) -> list[str]:
         name = region.ledger.name

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 
-from lowtide.applying.checks import check_policy, check_reach, offloads
+from lowtide.applying.checks import (
+    check_policy,
+    check_reach,
+    checkpoints_itself,
+    keeps_less,
+    offloads,
+    tell_of_own_checkpointing,
+)
 from lowtide.applying.guard import Guard
 from lowtide.applying.loss_runtime import HeadRuntime, OwnerRuntime
 from lowtide.applying.own_memory import OwnMemory
@@ -53,6 +59,8 @@ def apply(
     if len(previous) == 1 and previous[0].is_the_same(wanted, found, strict=strict):
         return previous[0]
     check_reach(model, [region for handle in previous for region in handle.regions])
+    if keeps_less(wanted, found):
+        tell_of_own_checkpointing(model, wanted)
     store = store_for(wanted) if offloads(wanted, found) else None  # may be refused, so before anything is changed
     for handle in previous:
         handle.remove()
@@ -189,19 +197,12 @@ class Applied:
 
     def _switch_off_own_checkpointing(self, model: nn.Module, regions: list[Region]) -> None:
         """Else blocks would be recomputed twice, and those that the policy leaves alone once. Tiles do not mind it."""
-        policies = [self.policy.for_region(region.name) for region in regions]
-        if not any(policy.recompute or policy.offload for policy in policies):
+        if not keeps_less(self.policy, regions):
             return
         for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) is True:
+            if checkpoints_itself(module):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._flags.append(weakref.ref(module))
-        if self._flags:
-            warnings.warn(
-                "lowtide: the model's own gradient checkpointing is switched off while the policy "
-                f"{self.policy.describe()} is in force",
-                stacklevel=2,
-            )
 
 
 def _policy_of(policy: Policy, region: Region) -> Policy:

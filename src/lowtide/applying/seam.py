@@ -74,14 +74,8 @@ class Seam:
         return inspect.signature(self._plain(self.module))
 
     @property
-    def __func__(self) -> Callable[..., Any]:
-        return self._bound_to
-
-    def _bound_to(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What a method that somebody made of this calls, for this module or a copy of it."""
-        if module is not self._module():
-            return type(module).forward(module, *args, **kwargs)
-        return self(*args, **kwargs)
+    def __func__(self) -> _Unbound:
+        return _Unbound(self)
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
         """The module's forward as it was. It holds the module, for a backward that outlives the model's last name."""
@@ -120,6 +114,22 @@ class Seam:
         memo[id(self)] = twin
         twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
         return twin
+
+
+class _Unbound:
+    """A seam as a function of its module, of which somebody may make a method again. A copy's method runs plainly."""
+
+    def __init__(self, seam: Seam) -> None:
+        self._seam = seam
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self._seam.module).forward)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is not self._seam._module():
+            return type(module).forward(module, *args, **kwargs)
+        return self._seam(*args, **kwargs)
 
 
 def _refuse_data_parallel() -> NoReturn:

@@ -130,8 +130,12 @@ def _same_holes(one: Tensor, other: Tensor) -> bool:
 
 def _holes(tensor: Tensor) -> Tensor:
     """Where there is no finite number, and of which kind."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = _as_real(tensor)
     return torch.stack([torch.isnan(real), torch.isposinf(real), torch.isneginf(real)])
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _finite(tensor: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ def _difference(one: Tensor | None, other: Tensor | None) -> float:
         return size_of(there) if there is None or bool(torch.isfinite(there).all()) else float("inf")
     if not _same_holes(one, other):
         return float("inf")
-    return size_of(_finite(one).double() - _finite(other).double())
+    return size_of(_finite(_as_real(one)).double() - _finite(_as_real(other)).double())
 
 
 def _dtype(*gradients: Tensor | None) -> torch.dtype:

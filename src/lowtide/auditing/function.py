@@ -19,10 +19,28 @@ from lowtide.auditing.setups import setups_for
 from lowtide.auditing.stacks import find_stacks
 from lowtide.auditing.step import Experiment
 from lowtide.auditing.verdicts import REFUSAL, RUNS, AuditReport, Check, Verdict
-from lowtide.errors import LowtideError
+from lowtide.errors import (
+    CacheError,
+    InvalidValueError,
+    LowtideError,
+    MissingDependencyError,
+    NoRegionError,
+    NotTokenWiseError,
+    OffloadError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+REFUSALS = (
+    InvalidValueError,
+    MissingDependencyError,
+    NoRegionError,
+    NotTokenWiseError,
+    OffloadError,
+    CacheError,
+)
+"""What Lowtide says if it cannot do what is asked. That something was asked for and is not active is a finding."""
 
 CHECKS: dict[str, Callable[[Case], Check]] = {
     "recomputed": recompute.recomputed,
@@ -134,7 +152,7 @@ def _judge(case: Case, wanted: Sequence[str] | None) -> list[Check]:
         return [_cut_off(case, error)]
     except CannotAuditError:
         raise
-    except LowtideError as error:
+    except REFUSALS as error:
         return [_refused(case, error)]
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return [_raised(case, RUNS, error)]

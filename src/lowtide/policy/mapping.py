@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
@@ -25,7 +25,7 @@ def read_mapping(mapping: Mapping[str, Any], own: list[str]) -> Fields:
             raise InvalidValueError(_refusal(key, value, own))
         if key != "gradient_checkpointing_kwargs" or mapping.get("gradient_checkpointing") is not False:
             fields = united(fields, told)  # those keywords switch nothing on
-    return fields
+    return fields if mapping.get("tile") is not False else {**fields, "tile": ()}
 
 
 def _known_elsewhere(key: str, value: Any) -> Fields | None:
@@ -52,7 +52,7 @@ def _refusal(key: str, value: Any, own: list[str]) -> str:
 def _rules(value: Any) -> list[tuple[str, Any]]:
     if value is None:
         return []
-    if not isinstance(value, Mapping | list | tuple):
+    if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidValueError(
             f"overrides are pairs of a glob and a policy, like {{'visual.*': 'none'}}, not {value!r}"
         )
@@ -66,7 +66,7 @@ def _place(value: Any) -> Any:
 def _parts_to_tile(value: Any) -> tuple[str, ...]:
     if isinstance(value, bool) or value is None:
         return PARTS if value else ()
-    if not isinstance(value, str | list | tuple):
+    if not isinstance(value, Iterable):
         raise InvalidValueError(f"tile is true, false or a list of {', '.join(PARTS)}, got {value!r}")
     return (value,) if isinstance(value, str) else tuple(value)
 
