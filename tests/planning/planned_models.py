@@ -13,6 +13,16 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+CONFIG = transformers.LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    vocab_size=16000,
+    tie_word_embeddings=False,
+)
+"""A larger one, of which plans are made through the public function."""
 FAMILIES = ("llama", "qwen3", "qwen3_vl", "mixtral", "t5")
 TOKENS = 256
 _TEXT = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "use_cache": False, "vocab_size": 2048}

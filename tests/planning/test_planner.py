@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from planned_models import CONFIG
 
 import lowtide
 from lowtide.errors import DoesNotFitError, InvalidValueError, PlanError, SilentNoOpError
@@ -27,15 +28,6 @@ from support import needs_transformers_5
 
 pytestmark = [needs_transformers_5, pytest.mark.usefixtures("cache")]
 
-CONFIG = transformers.LlamaConfig(
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    vocab_size=16000,
-    tie_word_embeddings=False,
-)
 MARGINS = margins_for(Job(), find_accelerator("L40S")).total
 UNIFORM = 3 * len(TREATMENTS)
 """Without tiles, with a tiled loss, and with tiled MLPs, too."""

@@ -13,6 +13,7 @@ import own_model
 import pytest
 import torch
 import transformers
+from planned_models import CONFIG
 
 import lowtide
 from lowtide import LowtideError
@@ -31,16 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [needs_transformers_5, pytest.mark.usefixtures("cache")]
-
-CONFIG = transformers.LlamaConfig(
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    vocab_size=16000,
-    tie_word_embeddings=False,
-)
 
 
 def test_a_config_file_and_its_folder_are_the_same_model(tmp_path: Path):

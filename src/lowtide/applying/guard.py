@@ -111,9 +111,12 @@ class Guard:
             self._reach(region)
 
     def _check(self) -> None:
-        is_first = not self._has_checked
+        is_first, self._has_checked = not self._has_checked, True
         findings = [text for region in self._reached.values() for text in self._findings(region)]
-        findings += self._findings_of_the_first() if is_first else []
+        if is_first:  # what is looked at once: dropped caches, the loss, and blocks that ran without gradients
+            findings += self._findings_of_the_model()
+            self._caches = DroppedCaches()
+            self.close()
         self._settled.update(self._reached)
         twice = [name for name, region in self._reached.items() if region.policy.recompute and region.ledger.nested]
         self._reached.clear()
@@ -124,12 +127,8 @@ class Guard:
         elif twice:
             warnings.warn(f"lowtide: {_recomputed_twice(twice[0])}", stacklevel=2)
 
-    def _findings_of_the_first(self) -> list[str]:
-        """What is looked at once: caches that were dropped, the loss, and blocks that ran without gradients."""
-        self._has_checked = True
-        self.close()
+    def _findings_of_the_model(self) -> list[str]:
         findings = [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
-        self._caches = DroppedCaches()
         if self.loss is not None and not self.loss.calls:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "

@@ -20,12 +20,17 @@ def read_mapping(mapping: Mapping[str, Any], own: list[str]) -> Fields:
     """The fields of a policy, of which `own` are the names."""
     fields: Fields = {}
     for key, value in mapping.items():
-        told = {key: _FORMS[key](value) if key in _FORMS else value} if key in own else _known_elsewhere(key, value)
+        told = _of_our_own(key, value) if key in own else _known_elsewhere(key, value)
         if told is None:
             raise InvalidValueError(_refusal(key, value, own))
-        if key != "gradient_checkpointing_kwargs" or mapping.get("gradient_checkpointing") is not False:
-            fields = united(fields, told)  # those keywords switch nothing on
+        if key == "gradient_checkpointing_kwargs" and mapping.get("gradient_checkpointing") is False:
+            continue  # they switch nothing on
+        fields = united(fields, told)
     return fields if mapping.get("tile") is not False else {**fields, "tile": ()}
+
+
+def _of_our_own(key: str, value: Any) -> Fields:
+    return {key: _FORMS[key](value) if key in _FORMS else value}
 
 
 def _known_elsewhere(key: str, value: Any) -> Fields | None:
