@@ -218,9 +218,10 @@ class TestInsideAnotherCheckpoint:
         x.sum().backward()
         return applied
 
-    def test_offload_that_finds_nothing_says_what_is_around_it(self, x, tmp_path):
+    @pytest.mark.parametrize("policy", ["recompute+offload", "offload"])
+    def test_offload_that_finds_nothing_says_what_is_around_it(self, x, tmp_path, policy):
         with pytest.raises(SilentNoOpError, match="ran inside another checkpoint, which keeps the inputs itself: swi"):
-            self.step(x, f"recompute+offload(disk={tmp_path}, tmpfs)")
+            self.step(x, f"{policy}(disk={tmp_path}, tmpfs)")
 
     def test_recompute_twice_is_a_warning(self, x):
         with pytest.warns(UserWarning, match="ran inside another checkpoint, so it is recomputed twice: switch that"):
