@@ -34,9 +34,8 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.stores import DiskStore
 from lowtide.stores.disk import THREADS
-from lowtide.stores.memory import page_aligned
-from lowtide.stores.scratch import ScratchFile
-from lowtide.stores.views import buffer_of
+from lowtide.stores.files import ScratchFile
+from lowtide.stores.host_memory import buffer_of, page_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,8 +205,8 @@ def through_the_store(directory: Path) -> tuple[float, float]:
             held.append(store.put(tensors[number % 3]))
             held[-1].start()
             if number:
-                held[-2].settle()
-        held[-1].settle()
+                held[-2].release()
+        held[-1].release()
         between = time.perf_counter()
         for number in reversed(range(BLOCKS)):
             if number:

@@ -9,10 +9,10 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    Specimen = tuple[PreTrainedModel, dict[str, torch.Tensor]]
+    TinyModel = tuple[PreTrainedModel, dict[str, torch.Tensor]]
 
 
-def llama(*, layers: int, width: int, tokens: int) -> Specimen:
+def llama(*, layers: int, width: int, tokens: int) -> TinyModel:
     """A few classes only: the head's logits shall not hide what the layers hold."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +30,7 @@ def llama(*, layers: int, width: int, tokens: int) -> Specimen:
     return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def llama4_vision(*, layers: int, width: int, tokens: int) -> Specimen:
+def llama4_vision(*, layers: int, width: int, tokens: int) -> TinyModel:
     """Its layers are given their hidden state as a keyword. Patches stand for tokens; a class token joins them."""
     from transformers import Llama4VisionConfig, Llama4VisionModel
 

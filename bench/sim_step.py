@@ -10,7 +10,7 @@ import torch
 from lowtide import simdevice
 
 if TYPE_CHECKING:
-    from bench.models import Specimen
+    from bench.models import TinyModel
     from bench.ways import Way
 
 DEVICE = {"memory": "8GiB", "flops": 1e12, "bandwidth": 1e12, "launch": 1e-6}
@@ -20,9 +20,9 @@ DEVICE = {"memory": "8GiB", "flops": 1e12, "bandwidth": 1e12, "launch": 1e-6}
 class SimStep:
     """A model on the device under one way. Gradients exist before a step, so that a peak is one of activations."""
 
-    def __init__(self, specimen: Specimen, way: Way, **rates: float) -> None:
+    def __init__(self, tiny_model: TinyModel, way: Way, **rates: float) -> None:
         simdevice.enable(**DEVICE, **rates)
-        model, batch = specimen
+        model, batch = tiny_model
         self.model = model.to("sim")
         self.batch = {name: value.to("sim") for name, value in batch.items()}
         self._expected = self._plain_gradients()

@@ -8,9 +8,9 @@ import json
 import re
 from pathlib import Path
 
-from lowtide.survey import Record
-from lowtide.survey.one import TILED
-from lowtide.survey.summary import summarize
+from lowtide_zoo.page import summarize
+from lowtide_zoo.records import Record
+from lowtide_zoo.survey import TILED
 
 DOCS = Path(__file__).parent.parent / "docs"
 

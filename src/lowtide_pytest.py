@@ -26,7 +26,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lowtide.auditing import AuditReport, Check
+    from lowtide.auditing import AuditReport, CheckResult
 
 _ABSENT = "not run: the set-up fails before it, or it was not asked for"
 
@@ -63,7 +63,7 @@ def lowtide_check(request: pytest.FixtureRequest, lowtide_report: AuditReport) -
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "lowtide_check" in metafunc.fixturenames:
         from lowtide.auditing import CHECKS
-        from lowtide.auditing.verdicts import RUNS
+        from lowtide.auditing.report import RUNS
 
         metafunc.parametrize("lowtide_check", [RUNS, *CHECKS], indirect=True)
 
@@ -76,13 +76,13 @@ class NamedCheck:
     report: AuditReport
 
     @property
-    def outcomes(self) -> list[Check]:
+    def outcomes(self) -> list[CheckResult]:
         return [check for check in self.report.checks if check.name == self.name]
 
     def assert_ok(self) -> None:
         """Fails if the check failed in any mode. Skips, with the reason, if it passed in none: nothing is proven."""
         __tracebackhide__ = True
-        from lowtide.auditing.verdicts import RUNS
+        from lowtide.auditing.report import RUNS
 
         failed = [check for check in self.outcomes if check.verdict == "fail"]
         if failed:
@@ -114,8 +114,8 @@ def _audit(model: Any, batch: Any, **options: Any) -> AuditReport:
     pytest.fail(f"the audit cannot run: {why}", pytrace=False)  # out of the handler: no chain of tracebacks
 
 
-def _message(check: Check) -> str:
-    from lowtide.auditing.formats.evidence import details
+def _message(check: CheckResult) -> str:
+    from lowtide.auditing.ci import details
 
     lines = [f"[{check.mode}] {check.name}: {check.summary}", *details(check).splitlines()]
     return "\n    ".join(lines)

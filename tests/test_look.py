@@ -10,12 +10,16 @@ import pytest
 import lowtide
 
 PACKAGE = Path(lowtide.__file__).parent
-PAGES = sorted(path for path in PACKAGE.rglob("templates/*.html") if path.parent.parent.name != "report_page")
+SHARED = ("base.html", "parts.html")
+PAGES = sorted(
+    (path for path in PACKAGE.parent.rglob("lowtide*/templates/*.html") if path.name not in SHARED),
+    key=lambda path: path.name,
+)
 COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}\b(?!;)|rgb|hsl|:\s*(?:white|black|gr[ae]y|red|green|blue)\b")
 
 
 def test_all_pages_are_looked_at():
-    assert [page.name for page in PAGES] == ["applied.html", "report.html", "plan.html", "zoo.html", "trace.html"]
+    assert [page.name for page in PAGES] == ["applied.html", "audit.html", "plan.html", "trace.html", "zoo.html"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from lowtide.slots import take_tensors
+from lowtide.tensor_tree import flatten
 
 
 @dataclasses.dataclass
@@ -24,9 +24,9 @@ class Reserved:
 
 def test_an_object_that_refuses_to_be_read_is_taken_apart_all_the_same():
     mask = torch.ones(3)
-    tensors, frame = take_tensors(((Reserved(4), Reserved(4, mask)), {}))
+    tensors, tree = flatten(((Reserved(4), Reserved(4, mask)), {}))
     assert len(tensors) == 1
-    ((plain, filled), _) = frame.fill((torch.zeros(3),))
+    ((plain, filled), _) = tree.unflatten((torch.zeros(3),))
     assert plain.mask is None
     assert torch.equal(filled.mask, torch.zeros(3))
     assert object.__getattribute__(filled, "heads") == 4
@@ -35,6 +35,6 @@ def test_an_object_that_refuses_to_be_read_is_taken_apart_all_the_same():
 def test_a_field_that_was_never_set():
     value = Reserved(4)
     object.__delattr__(value, "mask")
-    tensors, frame = take_tensors((value,))
+    tensors, tree = flatten((value,))
     assert tensors == []
-    assert frame.fill(())[0] is value
+    assert tree.unflatten(())[0] is value

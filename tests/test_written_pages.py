@@ -14,8 +14,8 @@ import lowtide
 import lowtide.auditing
 import lowtide.planning
 import lowtide.simdevice
-from lowtide.planning.accelerators import load_table
-from lowtide.planning.targets import known_models
+from lowtide.hardware.accelerators import load_table
+from lowtide.targets.target import known_models
 from tiny_models import IS_4
 
 ROOT = Path(__file__).parent.parent

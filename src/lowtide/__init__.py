@@ -15,9 +15,9 @@ from lowtide._version import __version__
 
 if TYPE_CHECKING:
     from lowtide import simdevice
+    from lowtide._api import apply
     from lowtide.applying import Applied
     from lowtide.auditing import AuditReport, audit
-    from lowtide.budget import apply
     from lowtide.checkpointing import Schedule, checkpoint, offload
     from lowtide.errors import LowtideError
     from lowtide.losses import linear_cross_entropy
@@ -61,7 +61,7 @@ _HOMES = {
     "Schedule": "checkpointing",
     "Plan": "planning",
     "Trace": "tracing",
-    "apply": "budget",
+    "apply": "_api",
     "audit": "auditing",
     "checkpoint": "checkpointing",
     "linear_cross_entropy": "losses",

@@ -4,6 +4,11 @@ A forward may change them in place or put another tensor in their place, and run
 module remembers about a tensor that it replaced goes with it: RoPE makes a longer table, and writes down for which
 length. Contents are written behind autograd's back (`.data`): a batch norm saves its statistics without reading them in
 training, and its own updates are not counted as changes either.
+
+A module that is run again changes its buffers once.
+
+Its first run notes what its changing buffers held before; every later run finds those values, and leaves the buffers as
+it found them. So a recomputation computes what forward computed, and running statistics are updated once.
 """
 
 from __future__ import annotations
@@ -12,10 +17,14 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch import nn
+
+from lowtide._torch import NormBase, buffers_of, version_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from collections.abc import Callable
+
+    from torch import Tensor
 
 PACKED_BYTES = 1024**2
 """Whole numbers of this size are no counters: they are a quantized layer's weights."""
@@ -36,21 +45,21 @@ class _Slot:
 
     @classmethod
     def of(cls, module: nn.Module, name: str, attributes: dict[str, Any]) -> Self:
-        buffer = module._buffers.get(name)
-        value, version = (None, 0) if buffer is None else (buffer.detach().clone(), buffer._version)
+        buffer = buffers_of(module).get(name)
+        value, version = (None, 0) if buffer is None else (buffer.detach().clone(), version_of(buffer))
         return cls(module, name, buffer, value, version, attributes, _has_statistics(module))
 
     @property
     def is_replaced(self) -> bool:
-        return self.module._buffers.get(self.name) is not self.buffer
+        return buffers_of(self.module).get(self.name) is not self.buffer
 
     @property
     def is_written(self) -> bool:
-        return self.buffer is not None and (self.is_statistic or self.buffer._version != self.version)
+        return self.buffer is not None and (self.is_statistic or version_of(self.buffer) != self.version)
 
     def restore(self, *, content: bool) -> None:
         if self.is_replaced:
-            self.module._buffers[self.name] = self.buffer
+            buffers_of(self.module)[self.name] = self.buffer
             _put_back(vars(self.module), self.attributes)
         if content and self.buffer is not None and self.value is not None:
             self.buffer.data.copy_(self.value)
@@ -63,8 +72,8 @@ class Snapshot:
         self._slots = [
             _Slot.of(part, name, attributes)
             for part in module.modules()
-            if part._buffers and (attributes := dict(vars(part)))
-            for name, buffer in part._buffers.items()
+            if buffers_of(part) and (attributes := dict(vars(part)))
+            for name, buffer in buffers_of(part).items()
             if buffer is not None and may_change(buffer)
         ]
         self._written: set[_Slot] = set()
@@ -105,4 +114,35 @@ def may_change(buffer: Tensor) -> bool:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+    return isinstance(module, NormBase) and module.training and module.track_running_stats
+
+
+def run_once_for_buffers(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+    """`function`, changing the buffers of its module once: of the one given, of itself, or of the one that it is of."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    owner = module if module is not None else owner
+    if not isinstance(owner, nn.Module) or next(owner.buffers(), None) is None:
+        return function
+    return _OnceForBuffers(function, owner)
+
+
+class _OnceForBuffers:
+    """A module's forward, run again and again."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self._function = function
+        self._module = module
+        self._before: Snapshot | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is None:
+            before = Snapshot(self._module)
+            result = self._function(*args, **kwargs)
+            self._before = before.changed()
+            return result
+        after = self._before.again()
+        self._before.restore()
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            after.restore()

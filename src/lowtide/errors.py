@@ -2,6 +2,8 @@
 
 A message names what was wrong, where, and what to do about it. Errors that have a natural built-in parent (a bad value,
 a failed import) inherit from it too, so that callers who never heard of Lowtide handle them as usual.
+
+Why an audit could not be run at all. A check that fails is no error: it is a verdict.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 class LowtideError(Exception):
     """Base class of all errors that Lowtide raises on purpose."""
+
+    __module__ = "lowtide"
 
 
 class InvalidValueError(LowtideError, ValueError):
@@ -69,3 +73,11 @@ class PlanError(LowtideError, RuntimeError):
 
 class DoesNotFitError(PlanError):
     """No policy fits the budget; the message says what the least is."""
+
+
+class CannotAuditError(LowtideError, ValueError):
+    """The model, the batch or the loss do not allow even one training step to judge by."""
+
+
+class NoGradientError(CannotAuditError):
+    """The loss needs no gradient. Of the plain model there is nothing to judge then; of a set-up it is a verdict."""

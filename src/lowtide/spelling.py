@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def plain(name: str) -> str:
+def normalize(name: str) -> str:
     """`RTX 4090`, `rtx-4090` and `RTX4090` are one name."""
     return "".join(filter(str.isalnum, name.lower()))
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name that was probably meant, if there is one."""
-    names = {plain(name): name for name in known}
-    near = difflib.get_close_matches(plain(word), names, n=1)
+    names = {normalize(name): name for name in known}
+    near = difflib.get_close_matches(normalize(word), names, n=1)
     return names[near[0]] if near else None
 
 

@@ -21,7 +21,8 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.checkpointing import Schedule
-from lowtide.checkpointing.core import as_schedule, checkpoint
+from lowtide.checkpointing.checkpoint import checkpoint
+from lowtide.checkpointing.schedule import as_schedule
 from lowtide.stores import HostStore
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def patch_torch(offload: Literal["host"] | Store | Schedule | None = None) -> To
     patch = TorchPatch(schedule)
     patch.install()
     return patch
+
+
+patch_torch.__module__ = "lowtide"
 
 
 class TorchPatch:
@@ -108,8 +112,16 @@ class TorchPatch:
         self.remove()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer one call of a replaced function."""
         self.calls += 1
         return checkpoint(function, *args, offload=self._schedule, **kwargs)
+
+    def run_curried(
+        self, settings: dict[str, Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answer one call of a function that `checkpoint(**settings)` wrapped."""
+        self.calls += 1
+        return checkpoint(offload=self._schedule, **settings)(function)(*args, **kwargs)
 
     def _put_everywhere(self, replacement: _Replacement) -> None:
         self._replacements.append(replacement)
@@ -133,11 +145,26 @@ class _Replacement:
             self._below = self._below.below
         return self._below
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_active:
-            return self.below(function, *args, **kwargs)
+            return self.below(*args, **kwargs)
+        if not args and "function" not in kwargs:
+            return functools.partial(self._curried, kwargs)
         self.tell()
-        return self._patch.run(function, args, kwargs)
+        function, *rest = args or (kwargs.pop("function"),)
+        return self._patch.run(function, tuple(rest), kwargs)
+
+    def _curried(self, settings: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function as `checkpoint(**settings)` does since torch 2.14. Once removed, torch's own answers."""
+
+        @functools.wraps(function, updated=())
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_active:
+                return self.below(**settings)(function)(*args, **kwargs)
+            self.tell()
+            return self._patch.run_curried(settings, function, args, kwargs)
+
+        return checkpointed
 
     def __deepcopy__(self, _: Any) -> Self:
         """As a function is copied: a model's copy is not patched for longer than the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import sys
 import weakref
 
 import pytest
@@ -326,7 +327,9 @@ def test_a_reshape_that_mixes_tokens_and_classes_is_refused(shape):
 @pytest.mark.parametrize(("policy", "is_asked"), [("tile(loss)", True), ("tile(loss, loss_tokens=10)", False)])
 def test_a_fused_kernel_is_asked_for_unless_a_tile_size_is_given(monkeypatch, policy, is_asked):
     asked = []
-    monkeypatch.setattr("lowtide.losses.function.use_liger", lambda *_: asked.append(1) and False)
+    monkeypatch.setattr(
+        sys.modules["lowtide.losses.linear_cross_entropy"], "use_liger", lambda *_: asked.append(1) and False
+    )
     model, batch = make(zoo.llama)
     lowtide.apply(model, policy)
     model(**batch).loss.backward()

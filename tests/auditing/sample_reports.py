@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lowtide.auditing import AuditReport, Check, Verdict
-from lowtide.survey import Record
+from lowtide.auditing import AuditReport, CheckResult, Verdict
+from lowtide_zoo.records import Record
 
 
-def check(name: str, verdict: Verdict, mode: str = "default", **known) -> Check:
+def check(name: str, verdict: Verdict, mode: str = "default", **known) -> CheckResult:
     known.setdefault("summary", f"what {name} found")
-    return Check(name=name, mode=mode, verdict=verdict, **known)
+    return CheckResult(name=name, mode=mode, verdict=verdict, **known)
 
 
 def blocks(*, recomputed: bool = True) -> list[dict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.auditing.comparing import compare, error_beyond_rounding, errors_of
+from lowtide.auditing.comparison import compare, error_beyond_rounding, errors_of
 
 NAN, INF = float("nan"), float("inf")
 

@@ -9,9 +9,7 @@ import pytest
 from sample_reports import check, report
 
 from lowtide.auditing import AuditReport, Verdict
-from lowtide.auditing.formats.evidence import as_lines
-from lowtide.auditing.formats.github import as_github
-from lowtide.auditing.formats.junit import as_junit
+from lowtide.auditing.ci import as_github, as_junit, as_lines
 
 
 def one(**known) -> AuditReport:

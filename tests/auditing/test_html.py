@@ -15,14 +15,14 @@ from sample_reports import blocks, check, failure, record, records, report
 
 import lowtide
 from lowtide.auditing import AuditReport, Verdict
-from lowtide.auditing.formats.html import as_html
+from lowtide.auditing.html import as_html
 from lowtide.errors import MissingDependencyError
-from lowtide.survey.page import as_html as as_zoo_html
+from lowtide_zoo.page import as_html as as_zoo_html
 
 pytest.importorskip("jinja2", reason="the html extra is not installed")
 pytest.importorskip("plotly", reason="the html extra is not installed")
 
-LOOK = (Path(lowtide.__file__).parent / "report_page/templates/look.css").read_text()
+LOOK = (Path(lowtide.__file__).parent / "templates/look.css").read_text()
 SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
 
 

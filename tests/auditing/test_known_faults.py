@@ -14,8 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import lowtide
+import lowtide_zoo as zoo
 import tiny_models
-from lowtide import compat, zoo
+from lowtide import compat
 from lowtide.auditing import Verdict, audit
 
 pytestmark = [
@@ -37,13 +38,13 @@ def recompute(model):
 
 
 @functools.cache
-def specimen(name: str) -> zoo.Specimen:
+def tiny_model(name: str) -> zoo.TinyModel:
     return zoo.find(name)
 
 
 def reports(name: str, checks=None):
     """Of transformers' own flag in both modes, and of ours."""
-    model, batch = specimen(name).build(), specimen(name).batch()
+    model, batch = tiny_model(name).build(), tiny_model(name).batch()
     own = audit(model, batch, modes=("default", "reentrant"), dropout=0.1, checks=checks)
     return own, audit(model, batch, configure=recompute, dropout=0.1, checks=checks)
 
@@ -89,8 +90,8 @@ def test_a_clvp_conditioning_encoder_loses_its_gradients():
     from transformers.models.clvp.modeling_clvp import ClvpConditioningEncoder
 
     torch.manual_seed(0)
-    batch = {name: value for name, value in specimen("clvp").batch().items() if name != "return_loss"}
-    model = ClvpConditioningEncoder(specimen("clvp").config)
+    batch = {name: value for name, value in tiny_model("clvp").batch().items() if name != "return_loss"}
+    model = ClvpConditioningEncoder(tiny_model("clvp").config)
     report = audit(model, batch, configure=lambda m: setattr(m, "gradient_checkpointing", True))
     assert "configured: gradients present" in failed(report), report
     assert {"mel_conv.weight", "mel_conv.bias"} <= set(report["gradients present"].evidence["lost"])

@@ -7,7 +7,7 @@ from engines import Block, DoesNothing, Engine, Net, loss, net
 
 import lowtide
 from lowtide.auditing import Verdict, audit
-from lowtide.auditing.case import Reference
+from lowtide.auditing.reference import Reference
 from lowtide.auditing.step import Experiment
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import lowtide
 from lowtide import simdevice
-from lowtide.applying.own_memory import OwnMemory
-from lowtide.measure import RegionLedger
+from lowtide.applying.region_runtime import OwnMemory
+from lowtide.counters import RegionLedger
 
 SHAPE = (64, 64)
 
@@ -194,7 +194,7 @@ def test_bytes_restored_on_one_stream_are_waited_for_on_another(sim):
     call = schedule.begin(RegionLedger("one"))
     packed = [call.pack(view) for view in (y, y.view(-1))]
     call.start()
-    call.settle()
+    call.release()
     expected = y.cpu()
     del y
     first = call.unpack(packed[0])

@@ -13,12 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 import lowtide
-import lowtide.survey
+import lowtide_zoo.survey
 from lowtide.auditing import CannotAuditError
 from lowtide.cli import app
 from lowtide.errors import OffloadError
-from lowtide.survey import Record
-from lowtide.survey.targets import load_target
+from lowtide.targets.audited import load_target
+from lowtide_zoo.records import Record
 from support import needs_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -265,7 +265,7 @@ def test_exit_codes_of_the_zoo(run, tmp_path, monkeypatch, statuses, code, fails
         failures = [{"mode": "default", "name": "memory"}] if fails and status == "audited" else []
         return Record(model_type=name, engine="lowtide", status=status, versions={}, command="", failures=failures)
 
-    monkeypatch.setattr(lowtide.survey, "run_survey", run_survey)
+    monkeypatch.setattr(lowtide_zoo.survey, "run_survey", run_survey)
     result = run("--zoo", "--engine", "lowtide", "-o", "zoo.txt")
     assert result.exit_code == (1 if fails else code), result.output
     assert "written to zoo.txt" in result.stderr

@@ -10,7 +10,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lowtide.cli import app
-from lowtide.demo import small_vlm, story, training
+from lowtide.demo import story, training
+from lowtide.demo import training as small_vlm
 
 
 @pytest.fixture

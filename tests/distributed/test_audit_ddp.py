@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import simdevice
-from lowtide.auditing import parallel
+from lowtide.auditing import reference as parallel
 
 
 class Opaque:

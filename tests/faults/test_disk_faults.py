@@ -11,8 +11,8 @@ from trained import BOUNDARY, DEVICES, LAYERS, Scene, assert_same, build, forwar
 
 import lowtide
 from lowtide.errors import StoreError
-from lowtide.stores import memory
-from lowtide.stores.views import buffer_of
+from lowtide.stores import host_memory as memory
+from lowtide.stores.host_memory import buffer_of
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 

@@ -80,7 +80,7 @@ def test_a_forked_child_cannot_run_its_parents_backward(tmp_path):
     scene = Scene("cpu", on_disk(tmp_path))
     stored = scene.store.put(torch.ones(4096))
     stored.start()
-    stored.settle()
+    stored.release()
 
     def child():
         with pytest.raises(StoreError, match=r"saved by process .*forked.*forward and backward in the same process"):

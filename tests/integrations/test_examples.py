@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_torchrun import torchrun
 
-from lowtide.stores.directory import IN_MEMORY, file_system
+from lowtide.stores.files import IN_MEMORY, file_system
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

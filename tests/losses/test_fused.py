@@ -14,8 +14,8 @@ from test_linear_cross_entropy import CLASSES, WIDTH, assert_close, gradients, p
 
 import lowtide
 from lowtide.errors import InvalidValueError
-from lowtide.losses.fused import use_liger
-from lowtide.losses.tile_step import LossOptions
+from lowtide.losses.liger import use_liger
+from lowtide.losses.tile_loss import LossOptions
 
 HAS_LIGER = all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
 
@@ -35,7 +35,7 @@ def on_cuda(**changes):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr("lowtide.losses.fused.importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr("lowtide.losses.liger.importlib.util.find_spec", lambda _: object())
 
 
 def test_it_is_taken_on_cuda(installed):
@@ -62,7 +62,7 @@ def test_where_it_is_not_right_it_is_not_taken(installed, hidden, options, reaso
 
 
 def test_not_installed(monkeypatch):
-    monkeypatch.setattr("lowtide.losses.fused.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("lowtide.losses.liger.importlib.util.find_spec", lambda _: None)
     assert not use_liger("auto", on_cuda(), LossOptions())
     with pytest.raises(InvalidValueError, match="not installed"):
         use_liger("liger", on_cuda(), LossOptions())

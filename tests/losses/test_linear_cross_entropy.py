@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import InvalidValueError
-from lowtide.losses import function
-from lowtide.losses.function import LEAST_TOKENS, TILE_BYTES, tile_tokens
-from lowtide.losses.tile_step import LossOptions
+from lowtide.losses.linear_cross_entropy import LEAST_TOKENS, TILE_BYTES, tile_tokens
+from lowtide.losses.tile_loss import LossOptions
 
 WIDTH, CLASSES = 16, 50
 
@@ -287,5 +288,6 @@ class TestRefused:
 )
 def test_a_fused_kernel_counts_as_one_tile(monkeypatch, tokens, reduction, expected):
     """It cuts by itself; it makes no losses per token, and is not asked if a size is given."""
+    function = importlib.import_module("lowtide.losses.linear_cross_entropy")
     monkeypatch.setattr(function, "use_liger", lambda *_: True)
     assert function.count_tiles(torch.empty(2, 100, 8), 16, tokens, LossOptions(), reduction) == expected

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import transformers
 
-from lowtide.planning.accelerators import find_accelerator
-from lowtide.planning.job import Job
-from lowtide.planning.margins import margins_for
+from lowtide.hardware.accelerators import find_accelerator, margins_for
 from lowtide.planning.planner import _Planner
-from lowtide.planning.studio import Studio
-from lowtide.planning.targets import find_target
+from lowtide.simulation.simulator import Simulator
+from lowtide.targets.job import Job
+from lowtide.targets.target import find_target
 from support import needs_transformers_5
 
 if TYPE_CHECKING:
-    from lowtide.planning.estimate import Estimate
-    from lowtide.planning.region_costs import StepCosts
+    from lowtide.simulation.estimate import Estimate
+    from lowtide.simulation.region_costs import StepCosts
 
 pytestmark = needs_transformers_5
 
@@ -58,14 +57,14 @@ QUICK = [("llama", 4096, "L40S"), ("qwen3", 16384, "H100")]
 
 
 class InThisProcess:
-    """A studio for a planner that asks from several threads."""
+    """A simulator for a planner that asks from several threads."""
 
     trouble = None
 
-    def __init__(self, studio: Studio) -> None:
-        self._studio = studio
+    def __init__(self, simulator: Simulator) -> None:
+        self._studio = simulator
         self._lock = threading.Lock()
-        self.facts = studio.facts
+        self.summary = simulator.summary
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
         with self._lock:
@@ -87,11 +86,11 @@ def test_no_uniform_policy_is_faster_than_the_plan(name: str, tokens: int, devic
     config, settings = CONFIGS[name]
     job = Job(tokens=tokens, dtype="fp16", **settings)
     card = find_accelerator(device)
-    studio = InThisProcess(Studio(find_target(config), job, card))
-    least, most = (studio.estimate(policy, exact=False) for policy in ("recompute+offload+tile", "none"))
+    simulator = InThisProcess(Simulator(find_target(config), job, card))
+    least, most = (simulator.estimate(policy, exact=False) for policy in ("recompute+offload+tile", "none"))
     margin = margins_for(job, card).total
     budget = margin + (least.needed_bytes + most.needed_bytes) // 2
-    plan = _Planner(studio, job, card, *card.budgets(budget, None), exact=False, progress=None).all()
+    plan = _Planner(simulator, job, card, *card.budgets(budget, None), exact=False, progress=None).all()
     assert plan.best is not None
     assert plan.best.estimate.exact
     assert plan.best.device_bytes <= budget

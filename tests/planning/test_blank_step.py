@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from lowtide.errors import InvalidValueError, PlanError
-from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Rates, simulated_device
-from lowtide.planning.blank.clock import Stream
-from lowtide.planning.optimizers import FusedAdamW
+from lowtide.hardware.accelerators import Rates
 from lowtide.recording import Owner
+from lowtide.simulation.attention import Attention
+from lowtide.simulation.clock import DEVICE, Clock, Stream
+from lowtide.simulation.device import simulated_device
+from lowtide.simulation.ledger import Ledger
+from lowtide.simulation.parallel import FusedAdamW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lowtide.errors import InvalidValueError
-from lowtide.planning import calibration
-from lowtide.planning.accelerators import Efficiencies, calibrated, find_accelerator
+from lowtide.hardware import calibration
+from lowtide.hardware.accelerators import Efficiencies, calibrated, find_accelerator
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,10 +7,10 @@ import transformers
 from packaging.version import Version
 
 from lowtide.errors import PlanError
-from lowtide.planning import models
-from lowtide.planning.job import Job
-from lowtide.planning.models import build
-from lowtide.planning.targets import find_target
+from lowtide.targets import models
+from lowtide.targets.job import Job
+from lowtide.targets.models import build
+from lowtide.targets.target import find_target
 
 
 def test_a_model_of_transformers_4_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from auditing.browser import needs_browser, show
+from lowtide.hardware.accelerators import margins_for
 from lowtide.planning import Plan, find_accelerator
-from lowtide.planning.estimate import Estimate
-from lowtide.planning.job import Job
-from lowtide.planning.margins import margins_for
 from lowtide.planning.page import code_for
 from lowtide.planning.result import judged
-from lowtide.planning.studio import Facts
+from lowtide.simulation.estimate import Estimate
+from lowtide.simulation.simulator import ModelSummary
+from lowtide.targets.job import Job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ GIB = 2**30
 
 def _estimate(policy: str, peak: int, seconds: float, *, timeline: bool = False) -> Estimate:
     points = [
-        {"seconds": place / 10, "phase": phase, "block": "", "bytes": {"weights": GIB, "activations": place * GIB}}
+        {"seconds": place / 10, "phase": phase, "region": "", "bytes": {"weights": GIB, "activations": place * GIB}}
         for place, phase in enumerate(("forward", "forward", "backward", "optimizer"))
     ]
     return Estimate(
@@ -39,7 +39,7 @@ def _estimate(policy: str, peak: int, seconds: float, *, timeline: bool = False)
         busy={},
         owners={"weights": GIB, "saved": peak - GIB},
         phase="backward",
-        block="layers.<3>",
+        region="layers.<3>",
         kernels={"flash": 2},
         exact=timeline,
         timeline=points if timeline else [],
@@ -51,7 +51,7 @@ def make_plan(budget: int) -> Plan:
     margins = margins_for(job, card)
     estimates = [_estimate("none", 30 * GIB, 1.0), _estimate("recompute; *.0: none", 8 * GIB, 1.3, timeline=True)]
     candidates = [judged(estimate, budget, 80 * GIB, margins) for estimate in estimates]
-    facts = Facts(
+    summary = ModelSummary(
         name="tiny",
         model_class="Tiny",
         parameters=10**9,
@@ -59,10 +59,10 @@ def make_plan(budget: int) -> Plan:
         dtype="fp32",
         regions=["layers.0"],
         longest=2048,
-        tilings=[""],
+        tile_options=[""],
     )
     return Plan(
-        facts=facts,
+        summary=summary,
         job=job,
         accelerator=card,
         margins=margins,

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowtide.errors import InvalidValueError
-from lowtide.planning.accelerators import find_accelerator, load_table
-from lowtide.planning.allocator import CachingAllocator, OutOfCapacityError
-from lowtide.planning.detect import matched
-from lowtide.planning.job import Job
-from lowtide.planning.layers import _pattern, find_stack, shorten
+from lowtide.hardware.accelerators import find_accelerator, load_table, matched
 from lowtide.planning.planner import parse_images
-from lowtide.planning.region_costs import TREATMENTS, RegionCosts, StepCosts, TreatmentCost
-from lowtide.planning.rules import as_policy, range_globs
 from lowtide.planning.solver import solve
+from lowtide.policy.rules import as_policy, range_globs
+from lowtide.simulation.allocator import CachingAllocator, OutOfCapacityError
+from lowtide.simulation.extrapolation import _pattern, find_stack, shorten
+from lowtide.simulation.region_costs import REGION_POLICIES, RegionCosts, RegionPolicyCost, StepCosts
+from lowtide.targets.job import Job
 
 MIB, GIB = 2**20, 2**30
 PLENTY = 2**60
@@ -114,16 +113,16 @@ def test_a_choice_becomes_a_policy():
 def _costs(count: int, base: int) -> StepCosts:
     """Blocks that hold 10 when kept and 1 when recomputed; recomputing takes 3 s more, moving waits 2 s."""
     each = {
-        "none": TreatmentCost(
+        "none": RegionPolicyCost(
             waiting=10, forward_bytes=12, backward_bytes=14, forward_seconds=2, backward_seconds=4, moved=0
         ),
-        "recompute": TreatmentCost(
+        "recompute": RegionPolicyCost(
             waiting=1, forward_bytes=3, backward_bytes=14, forward_seconds=2, backward_seconds=7, moved=0
         ),
-        "offload": TreatmentCost(
+        "offload": RegionPolicyCost(
             waiting=0, forward_bytes=8, backward_bytes=14, forward_seconds=3, backward_seconds=6, moved=10
         ),
-        "recompute+offload": TreatmentCost(
+        "recompute+offload": RegionPolicyCost(
             waiting=0, forward_bytes=3, backward_bytes=14, forward_seconds=2, backward_seconds=7.5, moved=1
         ),
     }
@@ -136,7 +135,7 @@ def _costs(count: int, base: int) -> StepCosts:
 
 def _brute_force(costs: StepCosts, budget: int) -> float | None:
     best = None
-    for kinds in itertools.product(TREATMENTS, repeat=len(costs.regions)):
+    for kinds in itertools.product(REGION_POLICIES, repeat=len(costs.regions)):
         waiting, fits, seconds = 0, True, costs.other_seconds
         for region, kind in zip(costs.regions, kinds, strict=True):
             cost = region.treatments[kind]

@@ -19,17 +19,17 @@ from planned_models import CONFIG
 
 import lowtide
 from lowtide.errors import DoesNotFitError, InvalidValueError, PlanError, SilentNoOpError
+from lowtide.hardware.accelerators import margins_for
 from lowtide.planning import find_accelerator, planner
-from lowtide.planning.job import Job
-from lowtide.planning.longest import find_longest
-from lowtide.planning.margins import margins_for
-from lowtide.planning.region_costs import TREATMENTS
+from lowtide.planning.max_fit import find_max
+from lowtide.simulation.region_costs import REGION_POLICIES
+from lowtide.targets.job import Job
 from support import needs_transformers_5
 
 pytestmark = [needs_transformers_5, pytest.mark.usefixtures("cache")]
 
 MARGINS = margins_for(Job(), find_accelerator("L40S")).total
-UNIFORM = 3 * len(TREATMENTS)
+UNIFORM = 3 * len(REGION_POLICIES)
 """Without tiles, with a tiled loss, and with tiled MLPs, too."""
 
 
@@ -43,7 +43,7 @@ def workers() -> list[str]:
             is_ours = mark in (process / "environ").read_bytes()
         except OSError:
             continue
-        if is_ours and "lowtide.planning.worker" in line:
+        if is_ours and "lowtide.simulation.worker" in line:
             found.append(line)
     return found
 
@@ -160,11 +160,11 @@ class TestAPolicyThatDoesNothingToAModel:
             hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
         )
         card = dataclasses.replace(find_accelerator("L40S"), memory=MARGINS + 2**23)
-        found = find_longest(config, Job(tokens=8, batch_size=1), card, figure="batch_size")
+        found = find_max(config, Job(tokens=8, batch_size=1), card, figure="batch_size")
         assert {"none", "recompute"} <= {row.policy for row in found}
         assert not any("offload" in row.policy for row in found)
         with pytest.raises(SilentNoOpError):
-            find_longest(config, Job(tokens=8), card, figure="batch_size", policies=["recompute+offload"])
+            find_max(config, Job(tokens=8), card, figure="batch_size", policies=["recompute+offload"])
 
 
 class TestACacheThatCannotBeUsed:
@@ -198,7 +198,7 @@ def test_a_calibration_is_honoured_however_the_device_is_given(tmp_path: Path, m
 def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     job = Job(tokens=1024, engine="single")
     card = dataclasses.replace(find_accelerator("L40S"), memory=4 * 2**30)
-    (found,) = find_longest(CONFIG, job, card, policies=["recompute+tile(loss)"])
+    (found,) = find_max(CONFIG, job, card, policies=["recompute+tile(loss)"])
     assert found.most % 1024 == 0
     assert found.device_bytes == found.estimate.needed_bytes + margins_for(job, card).total <= card.memory
     fits, longer = (
@@ -207,7 +207,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     )
     assert fits.fits
     assert not longer.fits
-    (batch,) = find_longest(
+    (batch,) = find_max(
         CONFIG, dataclasses.replace(job, tokens=4096), card, figure="batch_size", policies=["recompute+tile(loss)"]
     )
     assert 1 <= batch.most <= found.most // 4096 + 1
@@ -215,7 +215,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
 
 def test_the_longest_sequence_may_be_the_hosts_limit():
     card = dataclasses.replace(find_accelerator("L40S"), memory=3 * 2**30)
-    (found,) = find_longest(CONFIG, Job(tokens=1024, engine="single"), card, policies=["offload+tile(loss)"])
+    (found,) = find_max(CONFIG, Job(tokens=1024, engine="single"), card, policies=["offload+tile(loss)"])
     _, host = card.budgets(None, None)
     assert 0.8 * host < found.estimate.host_bytes <= host
     longer = lowtide.plan(CONFIG, tokens=int(found.most * 1.3), device=card, policy="offload+tile(loss)")

@@ -9,11 +9,15 @@ import torch
 
 import lowtide
 from lowtide import simdevice
-from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Rates, simulated_device
-from lowtide.planning.job import Job
-from lowtide.planning.step import record
+from lowtide.hardware.accelerators import Rates
 from lowtide.policy import Policy
-from lowtide.recording.reading import read_peak
+from lowtide.recording import read_peak
+from lowtide.simulation.attention import Attention
+from lowtide.simulation.clock import DEVICE, Clock
+from lowtide.simulation.device import simulated_device
+from lowtide.simulation.ledger import Ledger
+from lowtide.simulation.step import record
+from lowtide.targets.job import Job
 from planning.planned_models import FAMILIES, TOKENS, batch_maker, make_model
 from planning.real_steps import real_peak, train
 from support import needs_transformers_5

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.planning.blank import DEVICE, Attention, Clock, Ledger, Rates, simulated_device
-from lowtide.planning.job import Job
-from lowtide.planning.step import record
+from lowtide.hardware.accelerators import Rates
 from lowtide.policy import Policy
-from lowtide.recording.reading import read_peak
+from lowtide.recording import read_peak
+from lowtide.simulation.attention import Attention
+from lowtide.simulation.clock import DEVICE, Clock
+from lowtide.simulation.device import simulated_device
+from lowtide.simulation.ledger import Ledger
+from lowtide.simulation.step import record
+from lowtide.targets.job import Job
 from planning.planned_models import TOKENS, batch_maker, make_model
 from support import needs_transformers_5
 

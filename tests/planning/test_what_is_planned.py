@@ -19,13 +19,13 @@ import lowtide
 from lowtide import LowtideError
 from lowtide.errors import InvalidValueError, MissingDependencyError, PlanError
 from lowtide.planning import find_accelerator
-from lowtide.planning.job import DTYPES, Job
-from lowtide.planning.longest import find_longest
-from lowtide.planning.models import build
-from lowtide.planning.region_costs import TREATMENTS
-from lowtide.planning.rules import joined
-from lowtide.planning.studio import Studio
-from lowtide.planning.targets import find_target, known_models
+from lowtide.planning.max_fit import find_max
+from lowtide.policy.rules import joined
+from lowtide.simulation.region_costs import REGION_POLICIES
+from lowtide.simulation.simulator import Simulator
+from lowtide.targets.job import DTYPES, Job
+from lowtide.targets.models import build
+from lowtide.targets.target import find_target, known_models
 from support import needs_transformers_5
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_a_module_is_planned_without_its_weights():
         p.numel() for p in model.parameters()
     )
     plan = lowtide.plan(model, tokens=512, device="L40S", policy="recompute")
-    assert plan.facts.model_class == "LlamaForCausalLM"
+    assert plan.summary.model_class == "LlamaForCausalLM"
 
 
 class TestAModuleOfOnesOwn:
@@ -97,7 +97,7 @@ class TestAModuleOfOnesOwn:
         model, batch = own_model.tiny()
         plan = lowtide.plan(model, batch=batch, device="L40S", policy="recompute")
         assert plan.job.size == "its own batch"
-        assert plan.facts.regions == ["blocks.0", "blocks.1", "blocks.2"]
+        assert plan.summary.regions == ["blocks.0", "blocks.1", "blocks.2"]
         longer = lowtide.plan(
             model, batch=own_model.batch(tokens=2 * own_model.TOKENS), device="L40S", policy="recompute"
         )
@@ -129,8 +129,8 @@ class TestAModuleOfOnesOwn:
         model, batch = own_model.tiny()
         plan = lowtide.plan(model, batch=batch, device="L40S")
         assert {candidate.policy for candidate in plan.candidates} == {
-            *TREATMENTS,
-            *(joined(treatment, "tile(mlp)") for treatment in TREATMENTS),
+            *REGION_POLICIES,
+            *(joined(treatment, "tile(mlp)") for treatment in REGION_POLICIES),
         }
         assert any("not all of Own can be tiled" in note for note in plan.notes)
 
@@ -175,10 +175,10 @@ def test_a_model_without_mlps_of_their_own_is_planned_with_a_tiled_loss():
         hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, vocab_size=512
     )
     plan = lowtide.plan(config, tokens=512, device="L40S")
-    assert len(plan.candidates) == 2 * len(TREATMENTS)
+    assert len(plan.candidates) == 2 * len(REGION_POLICIES)
     assert not any("mlp" in candidate.policy for candidate in plan.candidates)
     card = dataclasses.replace(find_accelerator("L40S"), memory=2**30)
-    found = find_longest(config, Job(tokens=512), card, figure="batch_size")
+    found = find_max(config, Job(tokens=512), card, figure="batch_size")
     assert [row.policy for row in found] == [
         "none", "recompute", "recompute+tile(loss)", "recompute+offload+tile(loss)"
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def test_more_tokens_than_a_model_has_positions_are_named():
     with pytest.raises(PlanError, match=r"could not be simulated.*513 tokens are more than the 512 positions"):
         lowtide.plan(config, tokens=513, device="L40S", policy="recompute")
     with pytest.raises(PlanError, match=r"2048 tokens are more than the 512 positions .* ask for the largest batch"):
-        find_longest(config, Job(tokens=512), find_accelerator("L40S"), policies=["recompute"])
+        find_max(config, Job(tokens=512), find_accelerator("L40S"), policies=["recompute"])
 
 
 def test_a_setting_that_a_live_model_has_already_is_refused():
@@ -206,8 +206,8 @@ class TestTheTypeOfWeights:
     def test_a_live_module_is_planned_in_its_own(self, dtype: torch.dtype, name: str):
         model = transformers.LlamaForCausalLM(CONFIG).to(dtype)
         plan = lowtide.plan(model, tokens=512, device="L40S", policy="none")
-        assert (plan.facts.dtype, plan.job.dtype) == (name, None)
-        assert plan.owners["weights"] == pytest.approx(dtype.itemsize * plan.facts.parameters, rel=0.01)
+        assert (plan.summary.dtype, plan.job.dtype) == (name, None)
+        assert plan.owners["weights"] == pytest.approx(dtype.itemsize * plan.summary.parameters, rel=0.01)
 
     def test_another_one_is_refused_for_it(self):
         model = transformers.LlamaForCausalLM(CONFIG)
@@ -219,7 +219,7 @@ class TestTheTypeOfWeights:
     @pytest.mark.parametrize(("asked", "name"), [(None, "bf16"), ("fp32", "fp32")])
     def test_what_is_built_here_is_bf16_unless_told(self, asked: str | None, name: str):
         for target in (CONFIG, "own_model:tiny"):
-            assert Studio(find_target(target), Job(dtype=asked), find_accelerator("L40S")).facts.dtype == name
+            assert Simulator(find_target(target), Job(dtype=asked), find_accelerator("L40S")).summary.dtype == name
 
 
 class TestLayersThatGetAdapters:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lowtide.planning.accelerators import find_accelerator
-from lowtide.planning.job import Job
-from lowtide.planning.models import build
-from lowtide.planning.studio import Studio
-from lowtide.planning.targets import find_target
+from lowtide.hardware.accelerators import find_accelerator
+from lowtide.simulation.simulator import Simulator
+from lowtide.targets.job import Job
+from lowtide.targets.models import build
+from lowtide.targets.target import find_target
 from support import needs_transformers_5
 
 if TYPE_CHECKING:
-    from lowtide.planning.estimate import Estimate
+    from lowtide.simulation.estimate import Estimate
 
 pytestmark = needs_transformers_5
 
@@ -58,8 +58,8 @@ def _target(config: dict[str, object]):
     return find_target(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
 
 
-def _studio(config: dict[str, object], **job: object) -> Studio:
-    return Studio(_target(config), Job(tokens=8192, **job), L40S)
+def _studio(config: dict[str, object], **job: object) -> Simulator:
+    return Simulator(_target(config), Job(tokens=8192, **job), L40S)
 
 
 def _estimate(policy: str = "recompute", **job: object) -> Estimate:
@@ -69,21 +69,21 @@ def _estimate(policy: str = "recompute", **job: object) -> Estimate:
 @pytest.mark.parametrize("config", [LLAMA, PATTERNED], ids=["llama", "gemma3"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_carried_on_is_the_same_as_simulated_whole(config: dict[str, object], policy: str):
-    studio = _studio(config)
-    carried, exact = (studio.estimate(policy, exact=whole) for whole in (False, True))
+    simulator = _studio(config)
+    carried, exact = (simulator.estimate(policy, exact=whole) for whole in (False, True))
     assert (carried.exact, exact.exact) == (False, True)
     assert carried.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.005)
     assert carried.seconds == pytest.approx(exact.seconds, rel=0.02)
     assert carried.host_bytes == exact.host_bytes
     if config is LLAMA:
-        assert (carried.phase, carried.block) == (exact.phase, exact.block)
+        assert (carried.phase, carried.region) == (exact.phase, exact.region)
     assert sum(carried.owners.values()) == pytest.approx(carried.peak_bytes, rel=0.01)
 
 
 def test_owners_add_up_and_the_timeline_shows_the_peak():
     estimate = _estimate("recompute+offload")
     assert sum(estimate.owners.values()) == estimate.peak_bytes
-    assert sum(size for kinds in estimate.blocks.values() for size in kinds.values()) == estimate.peak_bytes
+    assert sum(size for kinds in estimate.regions.values() for size in kinds.values()) == estimate.peak_bytes
     assert max(sum(point["bytes"].values()) for point in estimate.timeline) == estimate.peak_bytes
     assert estimate.timeline[0]["phase"] == "forward"
     assert estimate.timeline[-1]["phase"] == "optimizer"
@@ -125,7 +125,7 @@ def test_engines_share_what_they_share():
 def test_gathering_weights_takes_time():
     slow = dataclasses.replace(L40S, network=1e9)
     job = Job(tokens=8192, engine="zero3", ranks=8)
-    waits, hides = (Studio(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
+    waits, hides = (Simulator(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
     assert waits.seconds > 2 * hides.seconds
     assert waits.peak_bytes == hides.peak_bytes
 
@@ -143,7 +143,7 @@ def test_gradients_and_new_weights_that_ranks_exchange_take_time(engine: str):
     else:
         traffic = 2 * weights
     job = Job(tokens=512, engine=engine, ranks=ranks)
-    waits, hides = (Studio(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
+    waits, hides = (Simulator(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
     alone = traffic * (1 - 1 / ranks) / slow.network
     assert alone <= waits.seconds <= alone + hides.seconds
     assert waits.peak_bytes == hides.peak_bytes
@@ -152,22 +152,23 @@ def test_gradients_and_new_weights_that_ranks_exchange_take_time(engine: str):
 def test_adapters_alone_are_exchanged():
     job = Job(tokens=512, lora=8, engine="ddp", ranks=2)
     slow = dataclasses.replace(L40S, network=1e6)
-    studios = [Studio(_target(LLAMA), job, card) for card in (slow, L40S)]
-    waits, hides = (studio.estimate("recompute", exact=True) for studio in studios)
-    alone = studios[0].facts.trained * 4 / slow.network  # float32, two rounds of one half
+    studios = [Simulator(_target(LLAMA), job, card) for card in (slow, L40S)]
+    waits, hides = (simulator.estimate("recompute", exact=True) for simulator in studios)
+    alone = studios[0].summary.trained * 4 / slow.network  # float32, two rounds of one half
     assert alone <= waits.seconds <= alone + hides.seconds
 
 
 def test_a_graphics_card_without_flash_takes_another_kernel():
-    studio = Studio(
+    simulator = Simulator(
         _target({**LLAMA, "num_key_value_heads": 16}), Job(tokens=4096, dtype="fp16"), find_accelerator("T4")
     )
-    assert set(studio.estimate("recompute", exact=True).kernels) == {"efficient"}
+    assert set(simulator.estimate("recompute", exact=True).kernels) == {"efficient"}
 
 
 def test_more_tokens_take_more():
     short, long = (
-        Studio(_target(LLAMA), Job(tokens=tokens), L40S).estimate("recompute", exact=False) for tokens in (4096, 16384)
+        Simulator(_target(LLAMA), Job(tokens=tokens), L40S).estimate("recompute", exact=False)
+        for tokens in (4096, 16384)
     )
     assert long.peak_bytes > short.peak_bytes
     assert long.seconds > short.seconds

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import StoreError
-from lowtide.stores import DiskStore, directory
-from lowtide.stores.scratch import ScratchFile
+from lowtide.stores import DiskStore
+from lowtide.stores import files as directory
+from lowtide.stores.files import ScratchFile
 
 
 def test_the_file_is_private_and_has_no_name(tmp_path):
@@ -49,7 +50,7 @@ from lowtide.stores import DiskStore
 disk = DiskStore({str(tmp_path)!r}, tmpfs=True)
 stored = disk.put(torch.ones(1 << 20))
 stored.start()
-stored.settle()
+stored.release()
 assert disk.bytes_used == 4 << 20
 os.kill(os.getpid(), signal.SIGKILL)
 """

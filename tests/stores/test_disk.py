@@ -40,7 +40,7 @@ def open_files() -> int:
 
 def away(stored):
     assert stored.start()
-    stored.settle()
+    stored.release()
     assert stored.is_away
     return stored
 
@@ -71,7 +71,7 @@ def test_the_memory_is_given_back_when_it_is_written_and_no_sooner(sim, tmp_path
     del raw
     assert not stored.is_away
     assert gone() is not None
-    stored.settle()
+    stored.release()
     assert gone() is None, "no task holds the tensor when settle returns"
     assert disk.seconds_waited > 0.04
     assert sum(size for verb, size in faulty.calls if verb == "write") == disk.usage().disk.written_bytes == 40_960
@@ -104,7 +104,7 @@ def test_host_memory_is_bounded_however_much_is_queued(sim, tmp_path, device, fa
     for one in stored:
         one.start()
     for one in stored:
-        one.settle()
+        one.release()
     assert disk.usage().peak_host_bytes <= 2 * BLOCK
     assert simdevice.stats().peak_pinned_bytes == (disk.usage().peak_host_bytes if device == "sim" else 0)
 
@@ -113,7 +113,7 @@ def test_its_buffers_are_small_beside_what_passes_through_them(tmp_path):
     disk = DiskStore(tmp_path, tmpfs=True)
     stored = disk.put(torch.ones(16 * 2**20))
     stored.start()
-    stored.settle()
+    stored.release()
     assert disk.usage().peak_host_bytes <= stored.nbytes // 8
 
 
@@ -135,7 +135,7 @@ def test_a_limit_is_kept_and_said(tmp_path):
     held = [disk.put(random("cpu")) for _ in range(3)]
     assert [one.start() for one in held] == [True, True, False]
     for one in held:
-        one.settle()
+        one.release()
     assert [one.is_away for one in held] == [True, True, False]
     assert torch.equal(held[2].get(), random("cpu")), "what stays is still there"
     del held[0]

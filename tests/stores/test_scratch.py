@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import StoreError
-from lowtide.stores import ranges
-from lowtide.stores.memory import PAGE, page_aligned
-from lowtide.stores.ranges import FreeRanges
-from lowtide.stores.scratch import ScratchFile
-from lowtide.stores.views import buffer_of
+from lowtide.stores import host_memory as ranges
+from lowtide.stores.files import ScratchFile
+from lowtide.stores.host_memory import PAGE, FreeRanges, buffer_of, page_aligned
 
 LIMIT = 64 * PAGE
 
@@ -44,7 +42,7 @@ def test_extents_never_overlap_and_interrupted_cuts_lose_nothing(one_directory, 
                 held.pop(request)
         elif number in interrupts:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ranges, "Cut", interrupted)
+                patch.setattr(ranges, "Extent", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     taken.take([request, request])
         elif (extents := taken.take([request])) is not None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.stores.slabs import ALIGNMENT, SlabPool
+from lowtide.stores.host_memory import ALIGNMENT, SlabPool
 
 SLAB = 8 * ALIGNMENT
 CPU = torch.device("cpu")

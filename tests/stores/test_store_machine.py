@@ -97,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert eventually(lambda: self.store.bytes_used == 0), "what nobody holds takes no room"
             again, expected = self.store.put(torch.ones(5000).to(self.device)), torch.ones(5000)
             assert again.start()
-            again.settle()
+            again.release()
             assert torch.equal(again.get().cpu(), expected), "and the store works"
             assert simdevice.violations() == []
             del again, self.store

@@ -31,7 +31,7 @@ def fill(store, count):
     for number in range(count):
         held.append(store.put(tensor(number)))
         assert held[-1].start()
-        held[-1].settle()
+        held[-1].release()
     return held
 
 
@@ -71,7 +71,7 @@ def test_both_tiers_full_is_said(sim, tmp_path):
     fits = []
     for stored in held:
         fits.append(stored.start())
-        stored.settle()
+        stored.release()
     assert fits == [True] * 4 + [False] * 2
     assert [stored.get().eq(number).all().item() for number, stored in enumerate(held)] == [True] * 6
 
@@ -82,14 +82,14 @@ def test_a_disk_that_fails_costs_the_step_and_no_tensor(sim, tmp_path, faulty):
     faulty.fail_writes(0, errno.EIO)
     held.append(store.put(tensor(2)))
     held[-1].start()
-    held[-1].settle()
+    held[-1].release()
     extra = store.put(tensor(3))
     with pytest.raises(StoreError, match="the disk fails"):
         extra.start()
     assert [stored.get().eq(number).all().item() for number, stored in enumerate(held)] == [True] * 3
     faulty.heal()
     assert extra.start()
-    extra.settle()
+    extra.release()
     assert places([*held, extra]) == ["disk", "host", "host", "host"]
     assert held[0].get().eq(0).all().item()
 

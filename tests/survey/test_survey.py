@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import zoo
-from lowtide.auditing import AuditReport, CannotAuditError, Check, Verdict
-from lowtide.survey import Engine, Record, one, read_records, run, run_survey, survey_one
-from lowtide.survey.summary import as_json, as_text, summarize
-from lowtide.survey.targets import Target
+import lowtide_zoo as zoo
+from lowtide.auditing import AuditReport, CannotAuditError, CheckResult, Verdict
+from lowtide.targets.audited import Target
+from lowtide_zoo import survey as one
+from lowtide_zoo import survey as run
+from lowtide_zoo.page import as_json, as_text, summarize
+from lowtide_zoo.records import Record, read_records
+from lowtide_zoo.survey import Engine, run_survey, survey_one
 from support import needs_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -95,14 +98,14 @@ def test_a_process_that_dies_or_hangs_costs_one_architecture(tmp_path, monkeypat
 
 
 def report(*failures, mode="default"):
-    checks = [Check(name=name, mode=mode, verdict=Verdict.FAIL, summary="s", remedy="r") for name in failures]
+    checks = [CheckResult(name=name, mode=mode, verdict=Verdict.FAIL, summary="s", remedy="r") for name in failures]
     return [AuditReport(model="m", checks=checks, blocks={}, seed=0)]
 
 
 @needs_zoo
 def test_a_failure_that_does_not_come_again_is_not_listed(monkeypatch):
     answers = iter([report("memory", "outputs"), report("memory")])
-    monkeypatch.setattr(one, "audit_specimen", lambda *_, **__: next(answers))
+    monkeypatch.setattr(one, "audit_tiny_model", lambda *_, **__: next(answers))
     found = survey_one("llama", Engine.TRANSFORMERS)
     assert [f["name"] for f in found.failures] == ["memory"]
     assert [f["name"] for f in found.unconfirmed] == ["outputs"]
@@ -110,12 +113,12 @@ def test_a_failure_that_does_not_come_again_is_not_listed(monkeypatch):
 
 @needs_zoo
 def test_a_second_audit_that_cannot_run_loses_no_failure(monkeypatch):
-    def audit_specimen(*_, seed, **__):
+    def audit_tiny_model(*_, seed, **__):
         if seed:
             raise CannotAuditError("no other batch")
         return report("memory")
 
-    monkeypatch.setattr(one, "audit_specimen", audit_specimen)
+    monkeypatch.setattr(one, "audit_tiny_model", audit_tiny_model)
     found = survey_one("llama", Engine.TRANSFORMERS)
     assert found.status == "audited"
     assert [f["name"] for f in found.unconfirmed] == ["memory"]
@@ -135,7 +138,7 @@ def test_a_second_audit_that_cannot_run_loses_no_failure(monkeypatch):
     ],
 )
 def test_a_failure_has_the_command_that_repeats_it(monkeypatch, engine, mode, command):
-    monkeypatch.setattr(one, "audit_specimen", lambda *_, **__: report("memory", mode=mode))
+    monkeypatch.setattr(one, "audit_tiny_model", lambda *_, **__: report("memory", mode=mode))
     assert [f["command"] for f in survey_one("llama", engine).failures] == [command]
 
 
@@ -164,8 +167,8 @@ def test_a_crash_of_our_own_engine_is_a_failure(monkeypatch):
     ],
 )
 def test_a_refusal_by_name_is_no_failure(model_type, why):
-    specimen = zoo.find(model_type)
-    accepted, refused = one._policies(specimen.build(0), specimen.batch(0))
+    tiny_model = zoo.find(model_type)
+    accepted, refused = one._policies(tiny_model.build(0), tiny_model.batch(0))
     assert accepted[0] == "recompute"
     assert not any("loss" in policy for policy in accepted)
     assert any(words.startswith(why) for words in refused.values())
@@ -181,8 +184,8 @@ def test_a_refusal_by_name_is_no_failure(model_type, why):
 )
 def test_values_are_not_judged_if_tiles_draw_numbers_of_their_own(policy, others, expected):
     """PhiMoE's router draws in training, whatever the dropout is."""
-    checks = [Check(name=name, mode="m", verdict=Verdict.FAIL, summary="s", remedy="r") for name in expected]
-    drawn = Check(
+    checks = [CheckResult(name=name, mode="m", verdict=Verdict.FAIL, summary="s", remedy="r") for name in expected]
+    drawn = CheckResult(
         name="random state", mode="m", verdict=Verdict.PASS, summary="s", evidence={"other_draws_in_forward": others}
     )
     assert {c.name: c.verdict.value for c in one._comparable(policy, [*checks, drawn])[:-1]} == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from mlps import Gated, batch, build
@@ -11,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import simdevice
-from lowtide.tiling.size import TILE_BYTES, tokens_per_tile
+from lowtide.tiling.tile import TILE_BYTES, tokens_per_tile
 
 
 class Block(nn.Module):
@@ -161,7 +163,7 @@ def test_sums_in_float32_keep_the_error_flat():
 
 
 def test_sums_beyond_the_limit_stay_in_the_weights_type(monkeypatch):
-    monkeypatch.setattr("lowtide.tiling.sums.FLOAT32_BYTES", 4)
+    monkeypatch.setattr("lowtide.tiling.weight_grads.FLOAT32_BYTES", 4)
     assert bf16_error(256, "auto") == bf16_error(256, "parameter")
     assert bf16_error(256, "float32") < bf16_error(256, "parameter")
 
@@ -175,7 +177,7 @@ def test_the_default_tile_comes_from_bytes():
 
 
 def test_ledger_of_the_default(monkeypatch):
-    monkeypatch.setattr("lowtide.tiling.size.TILE_BYTES", 10 * 8 * (40 + 40 + 16))
+    monkeypatch.setattr(sys.modules["lowtide.tiling.tile"], "TILE_BYTES", 10 * 8 * (40 + 40 + 16))
     mlp, calls = build(Gated), []
     mlp.register_forward_hook(lambda *_: calls.append(1))
     lowtide.tile(mlp, batch(3, 37))

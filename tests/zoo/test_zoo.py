@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide import zoo
+import lowtide_zoo as zoo
 from lowtide.errors import LowtideError
-from lowtide.zoo.fit import fitting_batch
-from lowtide.zoo.surroundings import own_randomness
-from lowtide.zoo.trial import Outcome
+from lowtide.randomness import seeded
+from lowtide_zoo.find import Outcome, fitting_batch
 from support import needs_zoo
 
 pytestmark = needs_zoo
@@ -58,7 +57,7 @@ WITHOUT_LOSS = set() if importlib.util.find_spec("scipy") else {"detr"}
 
 
 @functools.cache
-def specimen(model_type: str) -> zoo.Specimen:
+def tiny_model(model_type: str) -> zoo.TinyModel:
     return zoo.find(model_type)
 
 
@@ -106,7 +105,7 @@ def shapes(value: object) -> object:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_specimen_trains(model_type):
-    found = specimen(model_type)
+    found = tiny_model(model_type)
     model, batch = found.build(), found.batch()
     assert model.training
     assert type(model).__name__ == found.model_class
@@ -120,7 +119,7 @@ def test_a_specimen_trains(model_type):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_seeds_change_values_and_nothing_else(model_type):
-    found = specimen(model_type)
+    found = tiny_model(model_type)
     assert same(found.batch(3), found.batch(3))
     assert not same(found.batch(3), found.batch(4))
     assert shapes(found.batch(3)) == shapes(found.batch(4))
@@ -131,7 +130,7 @@ def test_seeds_change_values_and_nothing_else(model_type):
 
 @pytest.mark.parametrize("model_type", WITH_TOWERS)
 def test_towers_get_gradients(model_type):
-    found = specimen(model_type)
+    found = tiny_model(model_type)
     model = found.build()
     train(model, found.batch())
     for tower in WITH_TOWERS[model_type]:
@@ -159,14 +158,14 @@ def kind_of(layer: nn.Module) -> tuple:
     ("model_type", "kinds"), [("llama", 1), ("gemma2", 2), ("jamba", 2), ("zamba2", 2), ("mllama", 2), ("gemma3", 2)]
 )
 def test_every_kind_of_layer_occurs_twice(model_type, kinds):
-    stacks = kinds_of_layers(specimen(model_type).build())
+    stacks = kinds_of_layers(tiny_model(model_type).build())
     assert max(len(counts) for counts in stacks.values()) == kinds
     assert min(min(counts.values()) for counts in stacks.values()) >= 2
 
 
 @pytest.mark.parametrize("model_type", ["llava_next", "qwen3_vl", "gemma3"])
 def test_placeholders_stand_in_the_same_places(model_type):
-    found = specimen(model_type)
+    found = tiny_model(model_type)
     token = found.config.image_token_id
     assert token < found.config.get_text_config().vocab_size
     places = [(found.batch(seed)["input_ids"] == token).nonzero() for seed in (0, 1)]
@@ -175,14 +174,14 @@ def test_placeholders_stand_in_the_same_places(model_type):
 
 
 def test_no_caches():
-    model = specimen("llava_next").build()
+    model = tiny_model("llava_next").build()
     assert not model.config.get_text_config().use_cache
-    assert train(model, specimen("llava_next").batch()).past_key_values is None
+    assert train(model, tiny_model("llava_next").batch()).past_key_values is None
 
 
 def test_zeros_hide_no_gradients():
     """DETR's and others' heads start at zero, and layer scales near it; biases of a fresh BERT are all zero."""
-    assert all(parameter.any() for parameter in specimen("bert").build().parameters())
+    assert all(parameter.any() for parameter in tiny_model("bert").build().parameters())
 
 
 def test_finding_depends_on_no_random_state_and_changes_none():
@@ -206,22 +205,22 @@ def test_finding_depends_on_no_random_state_and_changes_none():
 def test_the_random_numbers_of_a_device_are_left_alone(sim):
     torch.sim.manual_seed(7)
     before = torch.sim.get_rng_state()
-    with own_randomness(3):
+    with seeded(3):
         torch.rand(1)
     assert torch.equal(torch.sim.get_rng_state(), before)
 
 
 def test_a_batch_for_a_model_is_found_with_patience(monkeypatch):
     """A real model's forwards cost time: after a few that train no more, the best so far is it."""
-    find = importlib.import_module("lowtide.zoo.find")  # the package has a function of this name
-    model = specimen("llama").build()
+    find = importlib.import_module("lowtide_zoo.find")  # the package has a function of this name
+    model = tiny_model("llama").build()
     tried = []
 
-    def try_batch(model, batch):
+    def smoke_step(model, batch):
         tried.append(batch)
         return Outcome(0.5, has_loss="labels" in batch)
 
-    monkeypatch.setattr(find, "try_batch", try_batch)
+    monkeypatch.setattr(find, "smoke_step", smoke_step)
     assert "labels" in fitting_batch(model), "one with a loss is better"
     assert 0 < len(tried) <= 2 * find.PATIENCE
 

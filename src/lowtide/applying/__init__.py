@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.applying.handle import Applied, applied_to, apply
+from lowtide.applying.applied import Applied, applied_to, apply
 from lowtide.applying.report import Report
 
 __all__ = ["Applied", "Report", "applied_to", "apply"]

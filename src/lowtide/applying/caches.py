@@ -14,8 +14,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lowtide._torch import pytree
 from lowtide.errors import CacheError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def refuse_content(cache: Any, places: set[int], name: str) -> None:
 
 def _holds_something(cache: Any, places: set[int]) -> bool:
     if not is_cache(cache):
-        return any(isinstance(leaf, Tensor) and leaf.numel() > 0 for leaf in tree_leaves(cache))
+        return any(isinstance(leaf, Tensor) and leaf.numel() > 0 for leaf in pytree.tree_leaves(cache))
     return any(_length(cache, index) > 0 for index in places)
 
 

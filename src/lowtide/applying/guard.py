@@ -12,13 +12,12 @@ plainly; if backward comes by it all the same, somebody forgot `model.train()`.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from lowtide._torch import after_backward, graph_task_id, pytree, saved_fields, sequence_number
 from lowtide.applying.caches import DroppedCaches
 from lowtide.errors import SilentNoOpError
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lowtide.applying.region_runtime import RegionRuntime
-    from lowtide.measure import TileLedger
+    from lowtide.counters import TileLedger
 
 
 class Guard:
@@ -97,11 +96,11 @@ class Guard:
     def _reach(self, region: RegionRuntime) -> None:
         if self.is_settled(region):
             return
-        backward = torch._C._current_graph_task_id()
+        backward = graph_task_id()
         if backward != self._backward:  # a new one; if the last failed, its callback never came
             self._backward = backward
             self._reached.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._check)
+            after_backward(self._check)
         self._reached[region.ledger.name] = region
 
     def _receive(self, region: RegionRuntime) -> None:
@@ -147,12 +146,12 @@ class Guard:
 
 def _nodes_behind(output: Any, first_node: int) -> Iterator[Node]:
     """The nodes of the graph behind some outputs that are not older than `first_node`."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     waiting = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
     seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
-        if node in seen or not first_node <= node._sequence_nr() < _ACCUMULATE_GRAD:
+        if node in seen or not first_node <= sequence_number(node) < _ACCUMULATE_GRAD:
             continue
         seen.add(node)
         yield node
@@ -164,12 +163,7 @@ _ACCUMULATE_GRAD = 2**63
 
 
 def _saves_something(node: Node) -> bool:
-    return any(bool(getattr(node, name)) for name in _saved_names(type(node)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _saved_names(kind: type[Node]) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return any(bool(getattr(node, name)) for name in saved_fields(type(node)))
 
 
 def _findings(region: RegionRuntime) -> list[str]:

@@ -13,16 +13,16 @@ import torch
 
 from lowtide.losses.deferred import DeferredLogits
 from lowtide.losses.head_loss import count_classes, head_loss
-from lowtide.tiling.callee import Callee
+from lowtide.tiling.tiled_function import TiledFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from lowtide.applying.handle import Applied
+    from lowtide.applying.applied import Applied
+    from lowtide.counters import TileLedger
     from lowtide.losses.deferred import LossRequest
-    from lowtide.measure import TileLedger
 
 _REQUEST = "lowtide_loss_request"
 
@@ -67,21 +67,21 @@ class HeadRuntime:
             return forward(*args, **kwargs)
         (hidden,) = args
         if _REQUEST in kwargs:
-            return head_loss(Callee(forward, head), hidden, kwargs[_REQUEST], self._ledger, self._tokens)
+            return head_loss(TiledFunction(forward, head), hidden, kwargs[_REQUEST], self._ledger, self._tokens)
 
         def make_loss(hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
-            return self._make_loss(Callee(forward, head), hidden, request)
+            return self._make_loss(TiledFunction(forward, head), hidden, request)
 
         dtype = torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else hidden.dtype
         return DeferredLogits(hidden, count_classes(head), dtype, make_loss, forward)
 
-    def _make_loss(self, callee: Callee, hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
+    def _make_loss(self, tiled: TiledFunction, hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
         """Hooks of the head have acted already, on input and logits; only those that gather weights must again."""
-        if not callee.units_of_its_own() and not callee.has_partitioned_weights():
-            return head_loss(callee, hidden, request, self._ledger, self._tokens)
+        if not tiled.has_fsdp_modules() and not tiled.has_partitioned_weights():
+            return head_loss(tiled, hidden, request, self._ledger, self._tokens)
         before, self._calls.has_labels = self._calls.has_labels, True
         try:
-            return callee.module(hidden, **{_REQUEST: request})  # type: ignore[no-any-return, misc]
+            return tiled.module(hidden, **{_REQUEST: request})  # type: ignore[no-any-return, misc]
         finally:
             self._calls.has_labels = before
 

@@ -1,19 +1,22 @@
-"""What a policy did, as data; printed with equal neighbours in one line (`layers.0-35 x36`)."""
+"""What a policy did, as data; printed with equal neighbours in one line (`layers.0-35 x36`).
+
+What a policy did, as a page: bytes by region, the counts, the tiles and the store.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-import re
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from lowtide.html import KINDS as COLOURS
+from lowtide.html import LEGEND, TEMPLATES, chart, render, unit_for
+from lowtide.modules import grouped_name, range_of, stack_of
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lowtide.measure import RegionLedger, TileLedger
+    from lowtide.counters import RegionLedger, TileLedger
     from lowtide.stores import DiskUsage
 
 
@@ -76,7 +79,6 @@ class Report:
 
     def to_html(self) -> str:
         """A page. Needs the `html` extra."""
-        from lowtide.applying.page import as_page
 
         return as_page(self)
 
@@ -122,15 +124,6 @@ def _disk_line(disk: DiskUsage) -> str:
     )
 
 
-_NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$")
-
-
-def stack_of(name: str) -> tuple[str, ...]:
-    """A name without its last number."""
-    match = _NUMBERED.match(name)
-    return (match["before"], match["after"]) if match else (name,)
-
-
 def _likeness(region: RegionReport) -> tuple[Any, ...]:
     return stack_of(region.name), region.policy, region.forwards, region.recomputes
 
@@ -139,22 +132,50 @@ def _likeness_of_tiles(ledger: TileLedger) -> tuple[Any, ...]:
     return stack_of(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
+_TEMPLATE = TEMPLATES / "applied.html"
+
+_SERIES = {
+    "kept_bytes": ("kept on the device", COLOURS["saved"]),
+    "packed_bytes": ("moved to the store", COLOURS["restored"]),
+}
 
 
-def grouped_name(group: Sequence[_Named]) -> str:
-    """Neighbours of one stack in one word: `layers.0-35 x36`."""
-    first, last = (_NUMBERED.match(group[place].name) for place in (0, -1))
-    if len(group) == 1 or first is None or last is None:
-        return group[0].name
-    return f"{first['before']}{first['number']}-{last['number']}{first['after']} x{len(group)}"
+def as_page(report: Report) -> str:
+    """One file that needs no network. Needs the `html` extra."""
+    return render(
+        _TEMPLATE,
+        report=report,
+        figures=report.figures(),
+        declined=sum(region.declined_bytes for region in report.regions),
+        bars=_bars(report),
+    )
 
 
-def range_of(group: Sequence[object], figure: str) -> str:
-    """The bytes of neighbours: one size, or the least and the most."""
-    values = sorted(getattr(region, figure) for region in group)
-    if values[0] == values[-1]:
-        return format_bytes(values[0])
-    return f"{format_bytes(values[0])} to {format_bytes(values[-1])}"
+def _bars(report: Report) -> str | None:
+    """What each region saved at its boundary so far: kept, and moved. None if nothing was saved there."""
+    most = max((region.kept_bytes + region.packed_bytes for region in report.regions), default=0)
+    if not most:
+        return None
+    unit, factor = unit_for(most)
+    names = [region.name for region in report.regions]
+    data = [
+        {
+            "type": "bar",
+            "name": label,
+            "x": names,
+            "y": [getattr(region, figure) / factor for region in report.regions],
+            "marker": {"color": colour},
+            "hovertemplate": f"%{{x}}<br>{label} %{{y:.4~g}} {unit}<extra></extra>",
+        }
+        for figure, (label, colour) in _SERIES.items()
+    ]
+    layout = {
+        "barmode": "stack",
+        "height": 320,
+        "xaxis": {"type": "category", "automargin": True},
+        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "margin": {"l": 60, "r": 16, "t": 40, "b": 40},
+        "legend": LEGEND,
+        "showlegend": True,
+    }
+    return chart(data, layout, name="boundary")

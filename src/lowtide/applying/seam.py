@@ -15,8 +15,7 @@ import inspect
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import torch
-
+from lowtide._torch import disable_dynamo, make_data_parallel_refuse
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lowtide.applying.handle import Applied
+    from lowtide.applying.applied import Applied
 
 
 class Runtime(Protocol):
@@ -56,7 +55,7 @@ class Seam:
         return module
 
     # To torch.compile this is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         plain = self._plain(module)
@@ -84,9 +83,8 @@ class Seam:
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     def install(self) -> None:
-        attributes = self.module.__dict__
-        attributes["forward"] = self
-        attributes["_replicate_for_data_parallel"] = _refuse_data_parallel
+        self.module.__dict__["forward"] = self
+        make_data_parallel_refuse(self.module, _refuse_data_parallel)
 
     def remove(self) -> None:
         self.runtime = None
@@ -98,7 +96,7 @@ class Seam:
         else:
             del module.__dict__["forward"]
         if not isinstance(self.replaced, Seam):
-            module.__dict__.pop("_replicate_for_data_parallel", None)
+            make_data_parallel_refuse(module, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles get the module, not the runtime: streams and pinned memory belong to this process."""

@@ -5,8 +5,8 @@ Nothing here imports Lowtide's own engine: it is judged like everybody else's.
 
 from __future__ import annotations
 
-from lowtide.auditing.errors import CannotAuditError
-from lowtide.auditing.function import CHECKS, audit
-from lowtide.auditing.verdicts import AuditReport, Check, Verdict
+from lowtide.auditing.audit import CHECKS, audit
+from lowtide.auditing.report import AuditReport, CheckResult, Verdict
+from lowtide.errors import CannotAuditError
 
-__all__ = ["CHECKS", "AuditReport", "CannotAuditError", "Check", "Verdict", "audit"]
+__all__ = ["CHECKS", "AuditReport", "CannotAuditError", "CheckResult", "Verdict", "audit"]

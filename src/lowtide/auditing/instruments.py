@@ -19,13 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.auditing.comparing import checksum
-from lowtide.auditing.names import named_modules, named_parameters
-from lowtide.auditing.stacks import ancestors
+from lowtide._torch import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    current_node,
+    is_functorch_wrapped,
+    pytree,
+    schema_of,
+    sequence_number,
+)
+from lowtide.auditing.comparison import checksum
+from lowtide.modules import ancestors, named_modules, named_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -124,8 +129,8 @@ class Calls:
         if block is None or block in self._run_again:
             return
         self._run_again.add(block)
-        node = torch._C._current_autograd_node()
-        recomputation = block if node is None else node._sequence_nr()
+        node = current_node()
+        recomputation = block if node is None else sequence_number(node)
         if recomputation in self._restored:
             return
         inputs = _storages(values, block)
@@ -166,7 +171,7 @@ def _storages(values: Any, block: str) -> list[Held]:
 
 
 def _held(tensor: Tensor, block: str) -> Held | None:
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.layout is not torch.strided or is_functorch_wrapped(tensor):
         return None
     storage = tensor.untyped_storage()
     return Held(StorageWeakRef(storage), storage.nbytes(), block)  # type: ignore[no-untyped-call]
@@ -218,9 +223,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator draws random numbers. Fused attention and fused recurrent layers are tagged as if they did,
     but do with dropout only; and their backward is told the numbers that forward drew."""
-    if torch.Tag.nondeterministic_seeded not in func.tags or func._schema.name.endswith("_backward"):
+    if torch.Tag.nondeterministic_seeded not in func.tags or schema_of(func).name.endswith("_backward"):
         return False
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.name in ("dropout_p", "dropout"):
             return bool(args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value))
     return True

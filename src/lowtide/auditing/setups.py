@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide.auditing.errors import CannotAuditError
+from lowtide._torch import children_of
+from lowtide.errors import CannotAuditError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,7 +101,7 @@ def is_checkpointing(model: nn.Module) -> bool:
 
 def _is_wrapped(model: nn.Module) -> bool:
     """Whether blocks lie in torch's checkpoint wrappers: somebody has set the model up."""
-    return any("_checkpoint_wrapped_module" in module._modules for module in model.modules())
+    return any("_checkpoint_wrapped_module" in children_of(module) for module in model.modules())
 
 
 def _has_policy(model: nn.Module) -> bool:

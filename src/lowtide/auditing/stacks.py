@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lowtide.auditing.names import plain_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from lowtide.modules import plain_name, unwrap_checkpoint
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
 _FEWEST = 2
 
 
@@ -45,20 +42,7 @@ def find_stacks(model: nn.Module) -> list[Stack]:
 def _blocks_by_class(name: str, container: nn.Module) -> dict[str, list[str]]:
     found: dict[str, list[str]] = collections.defaultdict(list)
     for key, child in container.named_children():
-        inner = unwrapped(child)
+        inner = unwrap_checkpoint(child)
         if next(inner.parameters(), None) is not None and next(inner.children(), None) is not None:
             found[type(inner).__name__].append(plain_name(f"{name}.{key}" if name else key))
     return found
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The block inside a checkpoint wrapper."""
-    inner = getattr(module, "_checkpoint_wrapped_module", None)
-    return inner if isinstance(inner, nn.Module) else module
-
-
-def ancestors(name: str) -> Iterator[str]:
-    """`a.b.c` lies in `a.b` and in `a`."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name

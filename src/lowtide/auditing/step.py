@@ -10,16 +10,16 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import random
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lowtide._torch import NON_PERSISTENT, DropoutNd, buffers_of, pytree
 from lowtide.auditing.instruments import Accumulations, Calls, Operators, in_the_graph_of, takes_hooks
-from lowtide.auditing.names import named_buffers, named_parameters
-from lowtide.auditing.objective import objective, tensors_of
+from lowtide.modules import device_of, named_buffers, named_parameters
+from lowtide.objective import objective, tensors_of
+from lowtide.randomness import preserved_generators, set_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -81,11 +81,11 @@ class Experiment:
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         modes = [(module, module.training) for module in model.modules()]
-        with _random_state(model) as devices, _own_buffers(model), _dropout(model, self.dropout):
+        with preserved_generators(model) as devices, _own_buffers(model), _dropout(model, self.dropout):
             model.train()
             for parameter, _ in gradients:
                 parameter.grad = None
-            _set_seed(self.seed, devices)
+            set_seed(self.seed, devices)
             try:
                 yield
             finally:
@@ -145,10 +145,6 @@ def _runs_of_blocks(calls: Calls, experiment: Experiment) -> dict[str, int]:
     return {block: calls.runs_in_backward(block) for stack in experiment.stacks for block in stack.blocks}
 
 
-def device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def _own_inputs(inputs: dict[str, list[tuple[Held, bool]]]) -> dict[str, list[tuple[int, bool]]]:
     """Without what several blocks share, such as position embeddings: that may well stay."""
     givers = collections.Counter(held.reference.cdata for given in inputs.values() for held, _ in given)
@@ -175,18 +171,20 @@ def _copied(gradient: Tensor | None) -> Tensor | None:
 def _own_buffers(model: nn.Module) -> Iterator[None]:
     """Buffers that forward replaces come back, and those that it adds go. With them what else their module remembers:
     RoPE replaces its frequencies and writes down for which length."""
-    held = [(module, dict(module._buffers), _attributes(module)) for module in model.modules() if takes_hooks(module)]
+    held = [
+        (module, dict(buffers_of(module)), _attributes(module)) for module in model.modules() if takes_hooks(module)
+    ]
     try:
         yield
     finally:
         for module, buffers, attributes in held:
-            if _are_others(module._buffers, buffers):
-                _put_back(module._buffers, buffers)
+            if _are_others(buffers_of(module), buffers):
+                _put_back(buffers_of(module), buffers)
                 _put_back(vars(module), attributes)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return vars(module) | {"_non_persistent_buffers_set": set(module._non_persistent_buffers_set)}
+    return vars(module) | {NON_PERSISTENT: set(getattr(module, NON_PERSISTENT))}
 
 
 def _are_others(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -199,51 +197,12 @@ def _put_back(now: MutableMapping[str, Any], before: Mapping[str, Any]) -> None:
     now.update(before)
 
 
-def _set_seed(seed: int, devices: list[torch.device]) -> None:
-    """Not by `torch.manual_seed`, which seeds every device of the machine."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        state = torch.Generator(device).manual_seed(seed).get_state()
-        torch.get_device_module(device).set_rng_state(state, device)
-    with contextlib.suppress(ImportError):
-        import numpy as np
-
-        np.random.seed(seed)  # noqa: NPY002  (models draw from this one)
-
-
-@contextlib.contextmanager
-def _random_state(model: nn.Module) -> Iterator[list[torch.device]]:
-    """Puts back Python's, NumPy's, the CPU's and that of the devices that the model is on; hands out these devices."""
-    kind = device_of(model).type
-    devices = sorted({p.device for p in model.parameters() if p.device.type == kind != "cpu"}, key=str)
-    python = random.getstate()
-    numpy = _numpy_state()
-    with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
-        try:
-            yield devices
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                import numpy as np
-
-                np.random.set_state(numpy)  # noqa: NPY002
-
-
-def _numpy_state() -> Any:
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    return np.random.get_state()  # noqa: NPY002
-
-
 @contextlib.contextmanager
 def _dropout(model: nn.Module, probability: float | None) -> Iterator[None]:
     """Every dropout of the model at one probability: its modules, and the numbers that attention reads."""
     changed: list[tuple[nn.Module, str, float]] = []
     for module in model.modules() if probability is not None else ():
-        attributes = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else _dropout_attributes(module)
+        attributes = ["p"] if isinstance(module, DropoutNd) else _dropout_attributes(module)
         for attribute in attributes:
             changed.append((module, attribute, getattr(module, attribute)))
             setattr(module, attribute, probability)

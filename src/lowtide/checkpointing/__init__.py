@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.checkpointing.core import checkpoint
-from lowtide.checkpointing.offloading import offload
-from lowtide.checkpointing.saving import Schedule
+from lowtide.checkpointing.checkpoint import checkpoint
+from lowtide.checkpointing.offload import offload
+from lowtide.checkpointing.schedule import Schedule
 
 __all__ = ["Schedule", "checkpoint", "offload"]

@@ -9,27 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachingTorchDispatchMode,
-    _sac_storage_key,
-    _VersionWrapper,
-)
+from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide.checkpointing.saving import OneByOne
+from lowtide._torch import OFFLOAD_POLICIES, CachingMode, is_selective_cache, rename_offload_policies
+from lowtide.checkpointing.offload import PerTensorOffloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from lowtide.checkpointing.saving import Packed, Schedule
-    from lowtide.measure import RegionLedger
+    import torch
+
+    from lowtide.checkpointing.schedule import Packed, Schedule
+    from lowtide.counters import RegionLedger
 
     Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 
 def with_offload(
@@ -39,55 +33,49 @@ def with_offload(
 
     def contexts() -> Contexts:
         forward, recompute = context_fn()
-        if isinstance(forward, _CachingTorchDispatchMode):
+        if OFFLOAD_POLICIES and is_selective_cache(forward):
             forward = _OffloadingCache(forward, schedule, ledger)
+            rename_offload_policies(recompute)
         return forward, recompute
 
     return contexts
 
 
-class _OffloadingCache(_CachingTorchDispatchMode):
+class _OffloadingCache(CachingMode):
     """Torch's cache, except that outputs for which the policy says offload are handed to a store."""
 
-    def __init__(
-        self, cache: _CachingTorchDispatchMode, schedule: Callable[[], Schedule], ledger: RegionLedger
-    ) -> None:
-        super().__init__(self._decide, cache.storage, cache.ac_graph_id)  # type: ignore[no-untyped-call]
+    def __init__(self, cache: Any, schedule: Callable[[], Schedule], ledger: RegionLedger) -> None:
+        super().__init__(cache, self._decide)
         self._policy = cache.policy_fn
         self._schedule = schedule
         self._ledger = ledger
-        self._conveyor: OneByOne | None = None
+        self._offloader: PerTensorOffloader | None = None
         self._asked = False
 
     def _decide(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         policy = self._policy(context, operator, *args, **kwargs)
-        self._asked = policy in _OFFLOAD
+        self._asked = policy in OFFLOAD_POLICIES
         return CheckpointPolicy.MUST_SAVE if self._asked else policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._asked = False
         output = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if self._asked:
-            key = _sac_storage_key(func, args)  # type: ignore[no-untyped-call]
-            entries = self.storage[key]
-            newest = self.func_counter[key] - 1
-            entries[newest] = tree_map(self._offload, entries[newest])
+            self.replace_newest(func, args, self._offload)
         return output
 
-    def _offload(self, kept: Any) -> Any:
-        if not isinstance(kept, _VersionWrapper) or not isinstance(kept.val, torch.Tensor):
-            return kept
-        if self._conveyor is None:
-            self._conveyor = OneByOne(self._schedule())
-        return _Offloaded(self._conveyor.pack(kept.val, self._ledger))
+    def _offload(self, kept: torch.Tensor) -> _Offloaded:
+        if self._offloader is None:
+            self._offloader = PerTensorOffloader(self._schedule())
+        return _Offloaded(self._offloader.pack(kept, self._ledger))
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        if self._conveyor is None:
+        if self._offloader is None:
             return
-        self._conveyor.flush()
+        self._offloader.flush()
         if exception[0] is None:
-            self._conveyor.check()
+            self._offloader.check()
 
 
 class _Offloaded:

@@ -15,8 +15,8 @@ from lowtide.cli.output import COULD_NOT_RUN, check_output, give_up, refuse_unus
 
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
-    from lowtide.survey import Record
-    from lowtide.survey.targets import Target
+    from lowtide.targets.audited import Target
+    from lowtide_zoo.records import Record
 
 _COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow", "not applicable": "dim"}
 _OF_ONE = ("policy", "checks", "seed", "device")
@@ -120,8 +120,8 @@ def _audit_one(
     to: Path | None,
 ) -> int:
     import lowtide
-    from lowtide.auditing.verdicts import REFUSAL
-    from lowtide.survey.targets import load_target
+    from lowtide.auditing.report import REFUSAL
+    from lowtide.targets.audited import load_target
 
     if device is not None:
         _check_device(device)
@@ -154,7 +154,7 @@ def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dic
     import lowtide
     from lowtide.auditing.setups import MODES
     from lowtide.errors import InvalidValueError
-    from lowtide.survey.one import dropout_under
+    from lowtide_zoo.survey import dropout_under
 
     if policy is None and engine is None:
         return {}
@@ -165,7 +165,7 @@ def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dic
             raise InvalidValueError("--policy is for Lowtide's engine: leave out --engine transformers")
         return {"modes": MODES}
     wanted = lowtide.Policy.parse(policy or "recompute")
-    dropout = {"dropout": dropout_under(wanted)} if target.is_specimen else {}
+    dropout = {"dropout": dropout_under(wanted)} if target.is_tiny else {}
     return {"configure": lambda model: lowtide.apply(model, wanted), "offload": wanted.offload is not None, **dropout}
 
 
@@ -182,11 +182,11 @@ def _formatted(report: AuditReport, output: Format) -> str:
     if output is Format.HTML:
         return report.to_html()
     if output is Format.JUNIT:
-        from lowtide.auditing.formats.junit import as_junit
+        from lowtide.auditing.ci import as_junit
 
         return as_junit(report)
     if output is Format.GITHUB:
-        from lowtide.auditing.formats.github import as_github
+        from lowtide.auditing.ci import as_github
 
         return as_github(report)
     return str(report)
@@ -218,10 +218,10 @@ def _audit_zoo(
     output: Format,
     to: Path | None,
 ) -> int:
-    from lowtide import zoo
+    import lowtide_zoo as zoo
     from lowtide.errors import InvalidValueError
-    from lowtide.survey import Engine, run_survey
-    from lowtide.survey.records import surveyed
+    from lowtide_zoo.records import surveyed
+    from lowtide_zoo.survey import Engine, run_survey
 
     if output not in (Format.TEXT, Format.JSON, Format.HTML):
         raise InvalidValueError(f"the zoo's summary is text, json or html, not {output}")
@@ -257,7 +257,6 @@ def _with_progress(total: int, run: Any) -> list[Record]:
 
 
 def _print_zoo(found: list[Record], output: Format, to: Path | None) -> None:
-    from lowtide.survey.page import as_html
-    from lowtide.survey.summary import as_json, as_text
+    from lowtide_zoo.page import as_html, as_json, as_text
 
     write({Format.TEXT: as_text, Format.JSON: as_json, Format.HTML: as_html}[output](found), to)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lowtide.planning import Plan
-    from lowtide.planning.estimate import Estimate
-    from lowtide.planning.longest import Longest
+    from lowtide.planning.max_fit import MaxFit
+    from lowtide.simulation.estimate import Estimate
 
 
 _UNIFORM = len("recompute+offload+tile(loss)")
@@ -155,7 +155,7 @@ def calibrate(
 ) -> None:
     """Measure what share of its data sheet this machine's GPU reaches, for better seconds in plans. Takes a minute."""
     from lowtide.errors import LowtideError
-    from lowtide.planning.calibration import calibrate as measure
+    from lowtide.hardware.calibration import calibrate as measure
 
     check_output(to)
     try:
@@ -265,11 +265,11 @@ def _figures(device_bytes: int, estimate: Estimate) -> tuple[str, str, str]:
 def _headline(plan: Plan) -> str:
     from lowtide.units import format_bytes
 
-    job, facts = plan.job, plan.facts
+    job, summary = plan.job, plan.summary
     trained = f"LoRA {job.lora}" if job.lora else "full fine-tuning"
     where = f"{job.ranks} x {plan.accelerator.name} ({job.engine})" if job.ranks > 1 else plan.accelerator.name
     return (
-        f"[bold]{escape(facts.name)}[/] ({facts.parameters / 1e9:.3g} billion weights), {trained}, "
+        f"[bold]{escape(summary.name)}[/] ({summary.parameters / 1e9:.3g} billion weights), {trained}, "
         f"{job.size}, {where}, {format_bytes(plan.budget)}"
     )
 
@@ -286,11 +286,11 @@ def _longest(
     output: Format,
     to: Path | None,
 ) -> int:
-    from lowtide.planning.longest import find_longest
+    from lowtide.planning.max_fit import find_max
     from lowtide.planning.planner import make_job, wanted_accelerator
 
-    found: list[Longest] = _with_progress(
-        lambda show: find_longest(
+    found: list[MaxFit] = _with_progress(
+        lambda show: find_max(
             model,
             make_job(tokens=tokens, **settings),
             wanted_accelerator(limits["device"], limits["calibration"]),
@@ -311,7 +311,7 @@ def _longest(
     return 0 if any(row.most for row in found) else 1
 
 
-def _print_longest(found: list[Longest], figure: str) -> None:
+def _print_longest(found: list[MaxFit], figure: str) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     _add_columns(table, console, "longest sequence" if figure == "tokens" else "largest batch")

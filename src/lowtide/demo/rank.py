@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import simdevice
-from lowtide.demo.small_vlm import build, make_batch
-from lowtide.demo.training import POLICY
+from lowtide.demo.training import POLICY, build, make_batch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,8 +17,7 @@ from rich.table import Table
 
 import lowtide
 from lowtide import simdevice
-from lowtide.demo.small_vlm import LAYERS, build, make_batch
-from lowtide.demo.training import POLICY, Outcome, ours, plain, their_flag, train
+from lowtide.demo.training import LAYERS, POLICY, Outcome, build, make_batch, ours, plain, their_flag, train
 from lowtide.errors import LowtideError
 from lowtide.units import format_bytes
 

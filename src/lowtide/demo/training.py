@@ -1,20 +1,81 @@
-"""A few steps on the emulated accelerator, and how they went."""
+"""What the demo trains: a small Qwen3-VL with LoRA and random weights, on a picture and a text that are made here.
+
+A few steps on the emulated accelerator, and how they went.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import lowtide
 from lowtide import simdevice
-from lowtide.demo.small_vlm import build, make_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch import nn
+    from torch import Tensor, nn
+
+LAYERS, TOKENS = 12, 768
+
+_IMAGE, _START, _END, _VOCABULARY = 250, 252, 253, 256
+
+_GRID = (1, 16, 16)
+
+_PATCH = 3 * 2 * 4 * 4  # colours, frames and pixels of one patch
+
+_MERGED = 4
+"""Patches of a picture that become one token."""
+
+
+def build() -> nn.Module:
+    """The base is frozen, embeddings and vision tower included; LoRA sits on all its linear layers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    text: dict[str, Any] = {
+        "vocab_size": _VOCABULARY, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "use_cache": False,
+        "rope_theta": 10000.0, "rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]},
+    }  # fmt: skip
+    vision: dict[str, Any] = {
+        "depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 128, "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [1],
+    }  # fmt: skip
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=_IMAGE,
+        video_token_id=_IMAGE + 1,
+        vision_start_token_id=_START,
+        vision_end_token_id=_END,
+        tie_word_embeddings=False,
+    )
+    lora = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear")
+    model = Qwen3VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+    return get_peft_model(model, lora).train()
+
+
+def make_batch(seed: int = 0) -> dict[str, Tensor]:
+    """One picture and a text that can be learned, of another length for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = torch.tensor([_GRID])
+    patches = int(grid.prod())
+    text = torch.arange(TOKENS - 16 * seed) * 7 % 97
+    picture = torch.full((patches // _MERGED,), _IMAGE)
+    ids = torch.cat([torch.tensor([_START]), picture, torch.tensor([_END]), text])[None]
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids >= _IMAGE, -100),
+        "pixel_values": torch.randn(patches, _PATCH, generator=generator),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == _IMAGE).long(),
+    }
+
 
 POLICY = "recompute+offload"
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lowtide.losses.function import linear_cross_entropy
+from lowtide.losses.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["linear_cross_entropy"]

@@ -7,28 +7,29 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn import functional as F
 
+from lowtide._torch import parameters_of
 from lowtide.errors import NoRegionError
-from lowtide.losses.function import as_autocast_would, count_tiles, linear_cross_entropy, tile_tokens
-from lowtide.losses.tile_step import LossOptions
-from lowtide.tiling.callee import Callee
-from lowtide.tiling.function import tile_call
+from lowtide.losses.linear_cross_entropy import as_autocast_would, count_tiles, linear_cross_entropy, tile_tokens
+from lowtide.losses.tile_loss import LossOptions
+from lowtide.tiling.tile import tile_call
+from lowtide.tiling.tiled_function import TiledFunction
 
 if TYPE_CHECKING:
     import torch
 
+    from lowtide.counters import TileLedger
     from lowtide.losses.deferred import LossRequest
-    from lowtide.measure import TileLedger
 
 
 def head_loss(
-    callee: Callee, hidden: torch.Tensor, request: LossRequest, ledger: TileLedger, tokens: int | None
+    tiled: TiledFunction, hidden: torch.Tensor, request: LossRequest, ledger: TileLedger, tokens: int | None
 ) -> torch.Tensor:
     """What `cross_entropy` of the head's logits would give. The function is the head's own forward."""
-    head: Any = callee.module
+    head: Any = tiled.module
     wanted = "auto" if tokens is None else tokens
     size = tile_tokens(count_classes(head), wanted)
     labels = request.labels.reshape(hidden.shape[:-1]).to(hidden.device)
-    if _is_plain_linear(callee):
+    if _is_plain_linear(tiled):
         softcap, scale = request.after, request.before * (1.0 if request.after is None else request.after)
         options = LossOptions(logit_softcap=softcap, logit_scale=None if scale == 1 else scale)
         hidden, weight, bias = as_autocast_would(hidden, head.weight, _sum(head.bias, request.bias, head.weight))
@@ -48,7 +49,7 @@ def head_loss(
         )
 
     def per_token(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = callee.function(hidden).float()
+        logits = tiled.function(hidden).float()
         if request.bias is not None:
             logits = logits + request.bias
         logits = logits * request.before
@@ -62,7 +63,7 @@ def head_loss(
             label_smoothing=request.label_smoothing,
         )
 
-    losses: torch.Tensor = tile_call(Callee(per_token, head), hidden, (hidden, labels), {}, ledger, tokens=size)
+    losses: torch.Tensor = tile_call(TiledFunction(per_token, head), hidden, (hidden, labels), {}, ledger, tokens=size)
     if request.reduction == "none":
         return losses
     total = losses.sum()
@@ -89,7 +90,7 @@ def count_classes(head: nn.Module) -> int:
         return own
     if len(found) == 1:
         return int(found.pop())  # type: ignore[arg-type]
-    weight = head._parameters.get("weight")
+    weight = parameters_of(head).get("weight")
     if weight is None or weight.dim() != 2:  # noqa: PLR2004  ([classes, width])
         raise NoRegionError(
             f"tile(loss): the head is a {type(head).__name__}, which does not tell how many logits it makes: leave "
@@ -98,7 +99,7 @@ def count_classes(head: nn.Module) -> int:
     return len(weight)
 
 
-def _is_plain_linear(callee: Callee) -> bool:
+def _is_plain_linear(tiled: TiledFunction) -> bool:
     """Whether a head is `hidden @ weight.T + bias` and nothing else: no adapter, no quantization, no other forward."""
-    is_own = getattr(callee.function, "__func__", None) is nn.Linear.forward
-    return is_own and type(getattr(callee.module, "weight", None)) is nn.Parameter
+    is_own = getattr(tiled.function, "__func__", None) is nn.Linear.forward
+    return is_own and type(getattr(tiled.module, "weight", None)) is nn.Parameter

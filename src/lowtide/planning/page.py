@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.html import KINDS as KIND_COLOURS
+from lowtide.html import LEGEND, TEMPLATES, Band, chart, dashed, render, stacked
 from lowtide.planning.result import KINDS
-from lowtide.report_page import Band, chart, render, stacked
-from lowtide.report_page.charts import KINDS as KIND_COLOURS
-from lowtide.report_page.charts import LEGEND, dashed
 
 if TYPE_CHECKING:
     from lowtide.planning.result import Plan
 
-_TEMPLATE = Path(__file__).parent / "templates" / "plan.html"
+_TEMPLATE = TEMPLATES / "plan.html"
+
 _GIB = 2**30
 
 
@@ -70,7 +69,7 @@ def _timeline(plan: Plan) -> str | None:
         for kind in kinds
     ]
     hover = [
-        [point["phase"], point["block"] or "outside of the blocks", f"{point['seconds']:.3f} s"] for point in points
+        [point["phase"], point["region"] or "outside of the regions", f"{point['seconds']:.3f} s"] for point in points
     ]
     template = "%{customdata[0]}, %{customdata[1]}<br>at %{customdata[2]}: %{y:.2f} GiB"
     data = stacked(bands, list(range(len(points))), hover, template)

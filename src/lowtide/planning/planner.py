@@ -8,17 +8,22 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.planning.accelerators import Accelerator, Efficiencies, calibrated, find_accelerator
-from lowtide.planning.cache import LANES, CachedStudio, lane_of
-from lowtide.planning.detect import this_accelerator
-from lowtide.planning.job import LORA_TARGETS, Job
-from lowtide.planning.margins import margins_for
-from lowtide.planning.region_costs import TREATMENTS
+from lowtide.hardware.accelerators import (
+    Accelerator,
+    Efficiencies,
+    calibrated,
+    find_accelerator,
+    margins_for,
+    this_accelerator,
+)
 from lowtide.planning.result import INAPPLICABLE, Candidate, Plan, judged
-from lowtide.planning.rules import as_policy, joined
 from lowtide.planning.solver import solve
-from lowtide.planning.targets import find_target
 from lowtide.policy import Policy
+from lowtide.policy.rules import as_policy, joined
+from lowtide.simulation.cache import LANES, CachedSimulator, lane_of
+from lowtide.simulation.region_costs import REGION_POLICIES
+from lowtide.targets.job import LORA_TARGETS, Job
+from lowtide.targets.target import find_target
 from lowtide.units import format_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -96,9 +101,12 @@ def plan(
     accelerator = wanted_accelerator(device, calibration)
     budgets = accelerator.budgets(budget, host_budget)
     wanted = None if policy is None else _planned_policy(policy)
-    with CachedStudio(target, job, accelerator, enabled=cache) as studio:
-        planner = _Planner(studio, job, accelerator, *budgets, exact=exact, progress=progress)
+    with CachedSimulator(target, job, accelerator, enabled=cache) as simulator:
+        planner = _Planner(simulator, job, accelerator, *budgets, exact=exact, progress=progress)
         return planner.one(wanted) if wanted is not None else planner.all()
+
+
+plan.__module__ = "lowtide"
 
 
 class _Planner:
@@ -106,7 +114,7 @@ class _Planner:
 
     def __init__(
         self,
-        studio: CachedStudio,
+        simulator: CachedSimulator,
         job: Job,
         accelerator: Accelerator,
         budget: int,
@@ -115,7 +123,7 @@ class _Planner:
         exact: bool,
         progress: Progress | None,
     ) -> None:
-        self._studio = studio
+        self._studio = simulator
         self._job = job
         self._accelerator = accelerator
         self._budget = budget
@@ -134,7 +142,7 @@ class _Planner:
 
     def all(self) -> Plan:
         """Every uniform policy, and the best mixture of them."""
-        self._total = (len(TREATMENTS) + 1) * len(self._studio.facts.tilings) + 1
+        self._total = (len(REGION_POLICIES) + 1) * len(self._studio.summary.tile_options) + 1
         uniform = self._uniform()
         mixed = list(self._mixtures(uniform))
         candidates = [*uniform, *(candidate for candidate in mixed if candidate.fits)]
@@ -143,7 +151,9 @@ class _Planner:
 
     def _uniform(self) -> list[Candidate]:
         """Every treatment with every tiling that applies, in as many processes as there are lanes."""
-        policies = [joined(treatment, tile) for tile in self._studio.facts.tilings for treatment in TREATMENTS]
+        policies = [
+            joined(treatment, tile) for tile in self._studio.summary.tile_options for treatment in REGION_POLICIES
+        ]
         lanes = [[policy for policy in policies if lane_of(policy) == lane] for lane in range(LANES)]
         pool = concurrent.futures.ThreadPoolExecutor(LANES)
         try:
@@ -186,8 +196,8 @@ class _Planner:
         """Tilings with which every treatment applies: the solver needs the costs of all."""
         return [
             tile
-            for tile in self._studio.facts.tilings
-            if not any(joined(treatment, tile) in self._inapplicable for treatment in TREATMENTS)
+            for tile in self._studio.summary.tile_options
+            if not any(joined(treatment, tile) in self._inapplicable for treatment in REGION_POLICIES)
         ]
 
     def _choose(self, tile: str, budget: int) -> Choice | None:
@@ -228,7 +238,7 @@ class _Planner:
 
     def _plan(self, candidates: list[Candidate], best: Candidate | None) -> Plan:
         return Plan(
-            facts=self._studio.facts,
+            summary=self._studio.summary,
             job=self._job,
             accelerator=self._accelerator,
             margins=self._margins,
@@ -251,15 +261,15 @@ class _Planner:
                 f"not applicable here, and left out: {', '.join(self._inapplicable)} "
                 f"({next(iter(self._inapplicable.values()))})"
             )
-        facts = self._studio.facts
-        if len(candidates) > 1 and "tile" not in facts.tilings:
+        summary = self._studio.summary
+        if len(candidates) > 1 and "tile" not in summary.tile_options:
             notes.append(
-                f"not all of {facts.model_class} can be tiled: it has no MLPs as modules of their own, or makes its "
+                f"not all of {summary.model_class} can be tiled: it has no MLPs as modules of their own, or makes its "
                 "loss otherwise than transformers' models do of labels"
             )
         if self._studio.trouble:
             notes.append(self._studio.trouble)
-        if too_long := facts.too_long(self._job.tokens):
+        if too_long := summary.too_long(self._job.tokens):
             notes.append(too_long)
         if self._accelerator.efficiencies == Efficiencies():
             notes.append(

@@ -11,11 +11,10 @@ from lowtide.policy import Policy
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.planning.accelerators import Accelerator
-    from lowtide.planning.estimate import Estimate
-    from lowtide.planning.job import Job
-    from lowtide.planning.margins import Margins
-    from lowtide.planning.studio import Facts
+    from lowtide.hardware.accelerators import Accelerator, Margins
+    from lowtide.simulation.estimate import Estimate
+    from lowtide.simulation.simulator import ModelSummary
+    from lowtide.targets.job import Job
 
 KINDS = {
     "weights": "weights",
@@ -56,7 +55,9 @@ class Candidate:
 class Plan:
     """The answer to "will it fit, and how?". Ranking is the claim; seconds are an estimate until calibrated."""
 
-    facts: Facts
+    __module__ = "lowtide"
+
+    summary: ModelSummary
     job: Job
     accelerator: Accelerator
     margins: Margins
@@ -141,7 +142,7 @@ class Plan:
         return as_page(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.facts.name} ({self.facts.model_class}), {self.job.size}, {self.accelerator.name}:"]
+        lines = [f"{self.summary.name} ({self.summary.model_class}), {self.job.size}, {self.accelerator.name}:"]
         lines += [
             f"  {'fits' if c.fits else 'no  '}  {format_bytes(c.device_bytes):>10}  {_seconds(c):8.3g} s  {c.policy}"
             for c in self.candidates
@@ -159,7 +160,7 @@ def judged(estimate: Estimate, budget: int, host_budget: int, margins: Margins) 
     needed = estimate.needed_bytes + margins.total
     fits_host = estimate.host_bytes <= host_budget
     owner, size = max(estimate.owners.items(), key=lambda pair: pair[1])
-    where = f"the {estimate.phase} of {estimate.block}" if estimate.block else f"the {estimate.phase}"
+    where = f"the {estimate.phase} of {estimate.region}" if estimate.region else f"the {estimate.phase}"
     holder = f"{KINDS.get(owner, owner)} hold {format_bytes(size)} in {where}"
     if needed > budget:
         limit = f"needs {format_bytes(needed)}, {format_bytes(needed - budget)} too much: {holder}"

@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import optimize
 
-from lowtide.planning.region_costs import TREATMENTS
+from lowtide.simulation.region_costs import REGION_POLICIES
 
 if TYPE_CHECKING:
-    from lowtide.planning.region_costs import StepCosts, TreatmentCost
+    from lowtide.simulation.region_costs import RegionPolicyCost, StepCosts
 
-_KINDS = range(len(TREATMENTS))
+_KINDS = range(len(REGION_POLICIES))
+
 _RELUCTANCE = 1e-6
 """Of equally fast choices, the one that moves less is taken."""
+
 _ORDER = ("offload", "recompute+offload", "recompute", "none")
 
 
@@ -54,7 +56,7 @@ class _Program:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._binary = len(costs.regions) * len(TREATMENTS)
+        self._binary = len(costs.regions) * len(REGION_POLICIES)
         self._rows: list[dict[int, float]] = []
         self._most: list[float] = []
 
@@ -81,7 +83,7 @@ class _Program:
             if region.name.rpartition(".")[0] != after.name.rpartition(".")[0]:
                 continue
             for position in range(1, len(_ORDER)):
-                late = [TREATMENTS.index(treatment) for treatment in _ORDER[position:]]
+                late = [REGION_POLICIES.index(treatment) for treatment in _ORDER[position:]]
                 here = {self._variable(place, kind): 1.0 for kind in late}
                 there = {self._variable(place + 1, kind): -1.0 for kind in late}
                 self._add({**here, **there}, 0.0)
@@ -92,7 +94,7 @@ class _Program:
         seconds = (self._everywhere("forward_seconds"), self._everywhere("backward_seconds"))
         for variable in range(self._binary):
             objective[variable] = sum(figure[variable] for figure in seconds)
-            if "offload" in TREATMENTS[variable % len(TREATMENTS)]:
+            if "offload" in REGION_POLICIES[variable % len(REGION_POLICIES)]:
                 objective[variable] *= 1 + _RELUCTANCE
         result = optimize.milp(
             objective,
@@ -109,7 +111,7 @@ class _Program:
     def _choice(self, result: Any) -> Choice:
         chosen = {}
         for place, region in enumerate(self._costs.regions):
-            chosen[region.name] = TREATMENTS[max(_KINDS, key=lambda kind: result.x[self._variable(place, kind)])]
+            chosen[region.name] = REGION_POLICIES[max(_KINDS, key=lambda kind: result.x[self._variable(place, kind)])]
         return Choice(chosen, float(result.fun) + self._costs.other_seconds)
 
     def _one_each(self) -> list[dict[int, float]]:
@@ -129,11 +131,11 @@ class _Program:
         places = range(len(self._costs.regions))
         return {variable: factor for place in places for variable, factor in self._factors(place, figure).items()}
 
-    def _cost(self, place: int, kind: int) -> TreatmentCost:
-        return self._costs.regions[place].treatments[TREATMENTS[kind]]
+    def _cost(self, place: int, kind: int) -> RegionPolicyCost:
+        return self._costs.regions[place].treatments[REGION_POLICIES[kind]]
 
     def _variable(self, place: int, kind: int) -> int:
-        return place * len(TREATMENTS) + kind
+        return place * len(REGION_POLICIES) + kind
 
     def _add(self, row: dict[int, float], most: float) -> None:
         self._rows.append(dict(row))

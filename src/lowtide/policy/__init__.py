@@ -22,6 +22,6 @@ rule that fits a region wins. Words that people know from other libraries are un
 
 from __future__ import annotations
 
-from lowtide.policy.value import Policy
+from lowtide.policy.policy import Policy
 
 __all__ = ["Policy"]

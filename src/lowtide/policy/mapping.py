@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.policy.text import read_text
-from lowtide.policy.words import PARTS, WORDS, meaning, united
+from lowtide.policy.text import PARTS, WORDS, meaning, read_text, united
 from lowtide.spelling import unknown
 from lowtide.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from lowtide.policy.words import Fields
+    from lowtide.policy.text import Fields
 
 
 def read_mapping(mapping: Mapping[str, Any], own: list[str]) -> Fields:
@@ -91,7 +90,6 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
     "loss_tokens": _unless_none(parse_tokens),
 }
 """Fields whose values may be given in more than one form."""
-
 
 _CHOICES: dict[str, dict[Any, str]] = {
     "activation_offloading": {"legacy": "recompute+offload", "hidden_states": "recompute+offload"},  # axolotl

@@ -1,4 +1,6 @@
-"""Reads the string form: `recompute+offload(host=8GiB); visual.*: recompute`.
+"""The words of policies: our own, and those that people know from other libraries.
+
+Reads the string form: `recompute+offload(host=8GiB); visual.*: recompute`.
 
 Rules are separated by semicolons, words by plus signs, and a word's settings stand in brackets.
 """
@@ -6,22 +8,69 @@ Rules are separated by semicolons, words by plus signs, and a word's settings st
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.policy.words import WORDS, meaning, united
 from lowtide.spelling import unknown
 from lowtide.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from lowtide.policy.words import Fields
+    Fields = dict[str, Any]
+    """What a word or a setting says: some of a policy's fields. Rules are `overrides`, pairs of a glob and fields."""
+
+WORDS: dict[str, Fields] = {
+    "none": {},
+    "recompute": {"recompute": True},
+    "offload": {"offload": "host"},
+    # transformers, accelerate, torchtune
+    "gradient_checkpointing": {"recompute": True},
+    "activation_checkpointing": {"recompute": True},
+    "fsdp_activation_checkpointing": {"recompute": True},
+    "fsdp_activation_checkpointing_offload": {"recompute": True, "offload": "host"},
+    # TRL, axolotl, torchtune
+    "activation_offloading": {"offload": "host"},
+    "enable_activation_offloading": {"offload": "host"},
+    "hidden_states": {"recompute": True, "offload": "host"},
+    # DeepSpeed, Arctic, unsloth
+    "cpu_checkpointing": {"recompute": True, "offload": "host"},
+    "activation_checkpoint_cpu_offload": {"recompute": True, "offload": "host"},
+    "unsloth": {"recompute": True, "offload": "host"},
+    # tiling: ours, axolotl's, Arctic's, unsloth's
+    "tile": {"tile": ("mlp", "loss")},
+    "tiled_mlp": {"tile": ("mlp",)},
+    "tiled_mlp_compute": {"tile": ("mlp",)},
+    "unsloth_tiled_mlp": {"tile": ("mlp",)},
+}
+
+PARTS = ("mlp", "loss")
+"""What can be tiled."""
+
+PLACES = ("host", "disk")
+"""Where to offload to."""
+
+
+def meaning(word: str) -> Fields:
+    """What a word says."""
+    if word not in WORDS:
+        raise InvalidValueError(unknown(word, WORDS, "word of a policy"))
+    return dict(WORDS[word])
+
+
+def united(fields: Fields, more: Fields) -> Fields:
+    """What both say: parts to tile add up, and of everything else the later one counts."""
+    parts = (*fields.get("tile", ()), *more.get("tile", ()))
+    return {**fields, **more, **({"tile": parts} if parts else {})}
+
 
 _PLUS = re.compile(r"\+(?![^(]*\))")
 """Between words, and not in brackets: a directory may have one in its name."""
+
 _TERM = re.compile(r"(?P<word>[\w.]+)\s*(?:\((?P<settings>[^()]*)\))?")
 
 _EVERY = ("every", "every_n_layers")
+
 _STORE_SETTINGS = ("host", "disk", "limit", "verify", "tmpfs")
+
 _TILE_SETTINGS = {"tokens": "tile_tokens", "shards": "tile_shards", "loss_tokens": "loss_tokens"}
 
 

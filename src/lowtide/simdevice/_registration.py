@@ -1,4 +1,10 @@
-"""Makes the compiled device known to torch, once per process."""
+"""Collectives for `sim` tensors: staged through the host and carried by gloo.
+
+The backend is called `sim_gloo`. `init_process_group("cpu:gloo,sim:sim_gloo")` makes a group that takes tensors of both
+kinds, which is what DDP wants.
+
+Makes the compiled device known to torch, once per process.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +13,35 @@ import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import backend_registration
 
 from lowtide.errors import DeviceViolationError, SimDeviceError
-from lowtide.simdevice import _build, _process_group
+from lowtide.simdevice import _build
 
 if TYPE_CHECKING:
+    from datetime import timedelta
     from types import ModuleType
 
+BACKEND = "sim_gloo"
 _NAME = "sim"
+
+
+def _register_collectives(library: ModuleType) -> None:
+    """Tell torch.distributed about the backend, unless this torch is built without it."""
+    if not dist.is_available():
+        return
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+        gloo = ProcessGroupGloo(PrefixStore(BACKEND, store), rank, size, timeout)
+        return library.stage_through_host(gloo)
+
+    dist.Backend.register_backend(BACKEND, create, devices=["sim"])
 
 
 def register() -> ModuleType:
@@ -31,7 +54,7 @@ def register() -> ModuleType:
     torch._register_device_module(_NAME, _torch_sim)  # type: ignore[no-untyped-call]
     sys.modules[f"torch.{_NAME}"] = _torch_sim
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    _process_group.register(library)
+    _register_collectives(library)
     atexit.register(_end_autograd_threads, library)
     library.register_device(DeviceViolationError)  # last: from here on the device counts as enabled
     return library

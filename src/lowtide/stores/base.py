@@ -2,6 +2,8 @@
 
 The store keeps no list of what it holds. A `Stored` dies with the graph that it belongs to, and returns its bytes
 then; so two forwards before a backward, `retain_graph`, a skipped backward and exceptions need no bookkeeping.
+
+Bytes that are back, known only as long as somebody else uses them: several views of them are fetched once.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 from typing import TYPE_CHECKING, NoReturn
+
+from lowtide._torch import StorageWeakRef, tensor_from
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +58,7 @@ class Stored(abc.ABC):
         """Begin to move the bytes away. Until then the tensor itself is held. False: there is no room, it stays."""
 
     @abc.abstractmethod
-    def settle(self) -> None:
+    def release(self) -> None:
         """Give the device memory back: the stream that owns it waits for the copy, the host does not."""
 
     @abc.abstractmethod
@@ -83,7 +87,7 @@ class Store(abc.ABC):
     """Whether it frees anything to put a tensor here that is in host memory."""
 
     @abc.abstractmethod
-    def check(self, tensor: torch.Tensor) -> None:
+    def require_useful(self, tensor: torch.Tensor) -> None:
         """Raise if this store can do nothing for a tensor of this kind, wherever it comes from."""
 
     @abc.abstractmethod
@@ -114,3 +118,15 @@ class Store(abc.ABC):
             f"a {type(self).__name__} holds memory and streams of this process and cannot be pickled: "
             "pickle the policy, and apply it again in the other process"
         )
+
+
+class WeakTensor:
+    """A weak reference to a flat tensor."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(raw.untyped_storage())  # type: ignore[no-untyped-call]
+        self._like = (raw.dtype, raw.device, int(raw.storage_offset()), raw.numel())
+
+    def get(self) -> torch.Tensor | None:
+        """Return the tensor, if it is still in use."""
+        return tensor_from(self._storage, self._like)

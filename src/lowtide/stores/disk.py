@@ -21,19 +21,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lowtide.errors import InvalidValueError, StoreError
-from lowtide.stores.base import DiskUsage, Store, Stored, Usage
-from lowtide.stores.directory import free_bytes
-from lowtide.stores.lanes import keep_for
-from lowtide.stores.memory import PAGE, page_aligned, round_up
-from lowtide.stores.restored import Restored
-from lowtide.stores.scratch import ScratchFile
-from lowtide.stores.transfers import Block, Load, Save, Workers, in_blocks
+from lowtide.stores.base import DiskUsage, Store, Stored, Usage, WeakTensor
+from lowtide.stores.files import Block, Load, Save, ScratchFile, Workers, free_bytes, in_blocks
+from lowtide.stores.host import record_streams
+from lowtide.stores.host_memory import PAGE, page_aligned, round_up
 from lowtide.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lowtide.stores.transfers import Transfer
+    from lowtide.stores.files import Transfer
 
 BLOCK_BYTES = 2 * 1024**2
 THREADS = 4
@@ -55,6 +52,8 @@ class DiskStore(Store):
     (`LOCAL_WORLD_SIZE`) share it equally. `verify` compares all that is read with a checksum. `tmpfs` allows a
     directory in memory. `threads` move blocks of `block` bytes, and hold one such buffer each.
     """
+
+    __module__ = "lowtide"
 
     name = "disk"
     takes_host_tensors = True
@@ -96,7 +95,7 @@ class DiskStore(Store):
             self._home = self._settle_down()
         return self._home
 
-    def check(self, tensor: torch.Tensor) -> None:
+    def require_useful(self, tensor: torch.Tensor) -> None:
         """Any tensor can be put on a disk."""
 
     def put(self, raw: torch.Tensor) -> Stored:
@@ -184,7 +183,7 @@ class DiskStored(Stored):
         self._blocks: list[Block] = []
         self._writing: Transfer | None = None
         self._arriving: _Arriving | None = None
-        self._restored: Restored | None = None
+        self._restored: WeakTensor | None = None
         self._fetched = 0
         self._was_fetched = False
         self.nbytes = nbytes
@@ -226,12 +225,12 @@ class DiskStored(Stored):
                 self._writing = None  # nothing is lost: another `start` tries again
                 raise
 
-    def settle(self) -> None:
+    def release(self) -> None:
         if self._writing is None or self._raw is None or self._is_anothers:
             return
         self.wait_until_written()
         if self._owner is not None:
-            keep_for(self._raw, self._owner)
+            record_streams(self._raw, self._owner)
         self._raw = None
 
     def prefetch(self) -> None:
@@ -270,7 +269,7 @@ class DiskStored(Stored):
         current = _current_stream(self._device)
         if current is not None and current != arriving.owner:  # allocated while another stream was current
             arriving.raw.record_stream(current)
-        self._restored = Restored(arriving.raw)
+        self._restored = WeakTensor(arriving.raw)
         return arriving.raw
 
     def _fetch(self) -> _Arriving:

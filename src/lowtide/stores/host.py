@@ -1,4 +1,6 @@
-"""The host tier: saved tensors wait in pinned memory, and the copies overlap with compute.
+"""The side streams that carry copies: one pair per device and store, made at first use.
+
+The host tier: saved tensors wait in pinned memory, and the copies overlap with compute.
 
 Two side streams per device carry the copies, one each way. All device memory belongs to the compute stream, asked for
 at each use: a side stream waits for it before a copy, and it waits for the copy before memory is used or given back.
@@ -15,17 +17,45 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lowtide.errors import OffloadError
-from lowtide.stores.base import Store, Stored, Usage
-from lowtide.stores.lanes import LanesOfDevices, keep_for
-from lowtide.stores.memory import HostMemory
-from lowtide.stores.restored import Restored
-from lowtide.stores.slabs import SlabPool
+from lowtide.stores.base import Store, Stored, Usage, WeakTensor
+from lowtide.stores.host_memory import HostMemory, SlabPool
 from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lowtide.stores.slabs import Piece
+    from lowtide.stores.host_memory import Piece
+
+
+class CopyStreams(NamedTuple):
+    """The side streams of one device."""
+
+    d2h: torch.Stream
+    h2d: torch.Stream
+
+
+class CopyStreamsByDevice:
+    """The copy streams of each device that has come by."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lanes: dict[torch.device, CopyStreams] = {}
+
+    def of(self, device: torch.device) -> CopyStreams:
+        with self._lock:
+            if device not in self._lanes:
+                self._lanes[device] = CopyStreams(torch.Stream(device=device), torch.Stream(device=device))
+            return self._lanes[device]
+
+
+_DEFAULT_STREAM = 0
+
+
+def record_streams(raw: torch.Tensor, owner: torch.Stream, *others: torch.Stream) -> None:
+    """Before `raw` is let go: unless its owner is a default stream, the memory may belong to another stream."""
+    if owner.stream_id != _DEFAULT_STREAM:
+        for stream in (owner, *others):
+            raw.record_stream(stream)
 
 
 class Waits:
@@ -67,6 +97,8 @@ class Waits:
 class HostStore(Store):
     """Pinned host memory up to `limit` (bytes, or a string such as `"8GiB"`; None: no limit)."""
 
+    __module__ = "lowtide"
+
     name = "host"
 
     def __init__(self, limit: int | str | None = None) -> None:
@@ -74,10 +106,10 @@ class HostStore(Store):
         self._memory = HostMemory()
         self._pool = SlabPool(self.limit, allocate=self._memory)
         self._lock = threading.Lock()
-        self.lanes = LanesOfDevices()
+        self.copy_streams = CopyStreamsByDevice()
         self.waits = Waits()
 
-    def check(self, tensor: torch.Tensor) -> None:
+    def require_useful(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
             raise OffloadError(
                 "offload to the host was asked for a model on the CPU: its activations are in host memory already, so "
@@ -124,7 +156,7 @@ class _Arriving(NamedTuple):
 class _Arrived(NamedTuple):
     """Bytes that are back, as long as somebody else uses them."""
 
-    raw: Restored
+    raw: WeakTensor
     done: torch.Event
     streams: set[torch.Stream]
     """Those that have waited."""
@@ -163,7 +195,7 @@ class HostStored(Stored):
             if pieces is None:
                 return False
             self._pieces = pieces
-        lane, back = self._store.lanes.of(self._device)
+        lane, back = self._store.copy_streams.of(self._device)
         lane.wait_stream(self._owner)
         self._has_begun = True
         lane.wait_stream(back)  # the pieces may be those that a copy back still reads
@@ -173,10 +205,10 @@ class HostStored(Stored):
         self._copied = lane.record_event()
         return True
 
-    def settle(self) -> None:
+    def release(self) -> None:
         if self._copied is not None and self._raw is not None:
             self._store.waits.wait(self._owner, self._copied)
-            keep_for(self._raw, self._owner, self._store.lanes.of(self._device).to_host)
+            record_streams(self._raw, self._owner, self._store.copy_streams.of(self._device).d2h)
             self._raw = None
 
     def prefetch(self) -> None:
@@ -216,13 +248,13 @@ class HostStored(Stored):
         if current != owner:  # allocated while another stream was current
             owner.wait_event(done)
             raw.record_stream(current)
-        self._restored = _Arrived(Restored(raw), done, {current, owner})
+        self._restored = _Arrived(WeakTensor(raw), done, {current, owner})
         return raw
 
     @torch.no_grad()
     def _fetch(self) -> _Arriving:
         owner = torch.accelerator.current_stream(self._device)
-        lane = self._store.lanes.of(self._device).to_device
+        lane = self._store.copy_streams.of(self._device).h2d
         raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
         self._was_fetched = True
         self._fetched += self.nbytes
@@ -257,8 +289,8 @@ class HostStored(Stored):
             return
         try:
             if self._has_begun and self._copied is None:  # interrupted in between
-                self._owner.wait_stream(self._store.lanes.of(self._device).to_host)
-            self.settle()
+                self._owner.wait_stream(self._store.copy_streams.of(self._device).d2h)
+            self.release()
             if self._arriving is not None:
                 self._arriving.owner.wait_event(self._arriving.done)
         finally:

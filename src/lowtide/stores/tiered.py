@@ -5,6 +5,8 @@ it was saved first, so backward needs it last. So the disk gets as many bytes as
 fit, and what is needed first is nearest. Room for the next tensor is made while the present one's region computes.
 
 A tensor leaves the host only when it is written: a disk that fails costs the step and no gradient.
+
+The store that a policy asks for.
 """
 
 from __future__ import annotations
@@ -16,14 +18,13 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import InvalidValueError
 from lowtide.stores.base import Store, Stored, Usage
-from lowtide.stores.disk import DiskStored
-from lowtide.stores.host import HostStored
+from lowtide.stores.disk import DiskStore, DiskStored
+from lowtide.stores.host import HostStore, HostStored
 
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.stores.disk import DiskStore
-    from lowtide.stores.host import HostStore
+    from lowtide.policy import Policy
 
 
 class TieredStore(Store):
@@ -43,8 +44,8 @@ class TieredStore(Store):
         self._numbers = itertools.count()
         self._near: weakref.WeakValueDictionary[int, _TieredStored] = weakref.WeakValueDictionary()
 
-    def check(self, tensor: torch.Tensor) -> None:
-        self.host.check(tensor)
+    def require_useful(self, tensor: torch.Tensor) -> None:
+        self.host.require_useful(tensor)
 
     def put(self, raw: torch.Tensor) -> Stored:
         return _TieredStored(self, raw)
@@ -161,8 +162,8 @@ class _TieredStored(Stored):
             near.vacate()
         return True
 
-    def settle(self) -> None:
-        self._place.settle()
+    def release(self) -> None:
+        self._place.release()
 
     def prefetch(self) -> None:
         with self._lock:
@@ -181,3 +182,16 @@ class _TieredStored(Stored):
     def take_fetched(self) -> int:
         fetched, self._fetched = self._fetched, 0
         return fetched
+
+
+def store_for(policy: Policy) -> Store:
+    """Host, disk, or host first and disk past its limit. A policy's rules share the store."""
+    if policy.disk is None:
+        if policy.offload == "disk":
+            raise InvalidValueError(
+                f"policy {policy.describe()!r} offloads to a disk and does not say where: name a directory on a local "
+                "disk, like offload(disk=/scratch)"
+            )
+        return HostStore(policy.host_limit)
+    disk = DiskStore(policy.disk, limit=policy.disk_limit, verify=policy.verify, tmpfs=policy.tmpfs)
+    return disk if policy.offload == "disk" else TieredStore(HostStore(policy.host_limit), disk)

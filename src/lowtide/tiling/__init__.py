@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lowtide.tiling.function import tile
+from lowtide.tiling.tile import tile
 
 __all__ = ["tile"]

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide._torch import COMPILED_CALL, CONTENT, buffers_of, children_of, no_dispatch_modes, parameters_of, version_of
 from lowtide.errors import NotTokenWiseError
-from lowtide.slots import take_tensors
-from lowtide.tiling.callee import Callee
-from lowtide.tiling.sharded import gathered
-from lowtide.tiling.surroundings import RandomState
+from lowtide.randomness import RandomState
+from lowtide.tensor_tree import flatten
+from lowtide.tiling.tiled_function import TiledFunction, gathered
 
 if TYPE_CHECKING:
-    from lowtide.slots import Frame
+    from lowtide.tensor_tree import TensorTree
 
 LENGTH, ROWS = 16, 2
 """The sample: so many tokens of the last token dimension, and so many of the others."""
@@ -38,18 +37,18 @@ _LOW_PRECISION = 1.5e-2
 
 
 def check_token_wise(
-    name: str, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
+    name: str, tiled: TiledFunction, args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
 ) -> None:
     """Raise `NotTokenWiseError` if tokens of these arguments come out differently in other company."""
-    tensors, frame = take_tensors((args, kwargs))
+    tensors, tree = flatten((args, kwargs))
     # Not in inference mode, where changes are not counted; and leaving that switches gradients on.
-    with torch.inference_mode(mode=False), torch.no_grad(), _disable_current_modes(), gathered(callee):
+    with torch.inference_mode(mode=False), torch.no_grad(), no_dispatch_modes(), gathered(tiled):
         if lead.numel() < 2:  # noqa: PLR2004  (a token without company; yet all ranks gather)
             return
-        sample = _Sample(tensors, frame, lead)
-        suspect = _Trial(_twin_of(callee), sample).find_fault()
+        sample = _Sample(tensors, tree, lead)
+        suspect = _Trial(_twin_of(tiled), sample).find_fault()
     if suspect is not None:
-        kind = type(callee.module or callee.function).__name__
+        kind = type(tiled.module or tiled.function).__name__
         raise NotTokenWiseError(
             f"{name} ({kind}) cannot be tiled: {suspect}. Leave it out with a rule: 'tile(mlp); {name}: none'"
         )
@@ -58,8 +57,8 @@ def check_token_wise(
 class _Sample:
     """A few tokens of a call, in its shape or flat, in any order."""
 
-    def __init__(self, tensors: list[torch.Tensor], frame: Frame, lead: torch.Size) -> None:
-        self._frame = frame
+    def __init__(self, tensors: list[torch.Tensor], tree: TensorTree, lead: torch.Size) -> None:
+        self._tree = tree
         self._is_cut = [tensor.shape[: len(lead)] == lead for tensor in tensors]
         corner = (*(slice(0, ROWS) for _ in lead[:-1]), slice(0, LENGTH))
         self._tensors = [
@@ -72,7 +71,7 @@ class _Sample:
     def in_shape(self) -> tuple[Any, list[torch.Tensor]]:
         """The arguments in the shape of the call, and the tensors in them."""
         tensors = [tensor.clone() for tensor in self._tensors]
-        return self._frame.fill(tuple(tensors)), tensors
+        return self._tree.unflatten(tuple(tensors)), tensors
 
     def flat(self, order: list[int]) -> tuple[Any, list[torch.Tensor]]:
         """The arguments as a tile has them, with the tokens in this order."""
@@ -83,12 +82,12 @@ class _Sample:
                 tensor = rows[torch.tensor(order, device=tensor.device)]  # noqa: PLW2901
                 tensor = tensor.unsqueeze(0) if len(self.lead) > 1 else tensor  # noqa: PLW2901
             tensors.append(tensor.clone())
-        return self._frame.fill(tuple(tensors)), tensors
+        return self._tree.unflatten(tuple(tensors)), tensors
 
 
 class _Trial:
-    def __init__(self, callee: Callee, sample: _Sample) -> None:
-        self._callee = callee
+    def __init__(self, tiled: TiledFunction, sample: _Sample) -> None:
+        self._callee = tiled
         self._sample = sample
         self._changes_its_input = False
 
@@ -131,10 +130,10 @@ class _Trial:
     def _rows(self, order: list[int] | None) -> list[list[torch.Tensor]]:
         """For each token, its part of every output: in this order as a tile, or in the shape of the call."""
         (args, kwargs), given = self._sample.in_shape() if order is None else self._sample.flat(order)
-        versions = [tensor._version for tensor in given]
+        versions = [version_of(tensor) for tensor in given]
         with self._sample.random.restored():
-            outputs, _ = take_tensors(self._callee.function(*args, **kwargs))
-        self._changes_its_input |= versions != [tensor._version for tensor in given]
+            outputs, _ = flatten(self._callee.function(*args, **kwargs))
+        self._changes_its_input |= versions != [version_of(tensor) for tensor in given]
         count = self._sample.count if order is None else len(order)
         lead = (
             self._sample.lead if order is None else torch.Size((1, count) if len(self._sample.lead) > 1 else (count,))
@@ -170,15 +169,15 @@ def _are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
     return bool((one.double() - two.double()).norm() > tolerance * scale)
 
 
-def _twin_of(callee: Callee) -> Callee:
+def _twin_of(tiled: TiledFunction) -> TiledFunction:
     """The function on a twin of its module, without hooks."""
-    if callee.module is None:
-        return callee
-    twin: Any = _twin(callee.module, {})
-    if callee.function is callee.module:
-        return Callee(twin)
-    own = getattr(callee.function, "__func__", type(callee.module).forward)  # beneath whatever wraps it
-    return Callee(own.__get__(twin), twin)
+    if tiled.module is None:
+        return tiled
+    twin: Any = _twin(tiled.module, {})
+    if tiled.function is tiled.module:
+        return TiledFunction(twin)
+    own = getattr(tiled.function, "__func__", type(tiled.module).forward)  # beneath whatever wraps it
+    return TiledFunction(own.__get__(twin), twin)
 
 
 def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -188,12 +187,15 @@ def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
         attributes = {
             name: type(value)() if name.endswith("_hooks") and isinstance(value, dict) else value
             for name, value in module.__dict__.items()
-            if name not in ("forward", "_compiled_call_impl")
+            if name not in ("forward", COMPILED_CALL)
         }
         object.__setattr__(twin, "__dict__", attributes)
-        twin._parameters = dict(module._parameters)
-        twin._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
-        twin._modules = {name: None if child is None else _twin(child, made) for name, child in module._modules.items()}
+        content = (
+            dict(parameters_of(module)),
+            {name: None if buffer is None else buffer.clone() for name, buffer in buffers_of(module).items()},
+            {name: None if child is None else _twin(child, made) for name, child in children_of(module).items()},
+        )
+        attributes.update(zip(CONTENT, content, strict=True))
     return made[module]
 
 
@@ -204,10 +206,10 @@ def _tensor_attributes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
         f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), _version(t)))
         for path, part in inner
         for name, value in part.__dict__.items()
-        if name not in ("_parameters", "_buffers", "_modules") and (tensors := take_tensors(value)[0])
+        if name not in CONTENT and (tensors := flatten(value)[0])
     }
 
 
 def _version(tensor: torch.Tensor) -> int:
     """What was made in inference mode counts no changes."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)

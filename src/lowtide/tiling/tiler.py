@@ -21,27 +21,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lowtide._torch import after_backward, graph_task_id, version_of
 from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
-from lowtide.slots import take_tensors
-from lowtide.tiling.callee import check_unchanged
-from lowtide.tiling.sharded import UnshardedInBackward, unsharded_in_forward
-from lowtide.tiling.sums import Sums, swapped_in
-from lowtide.tiling.surroundings import Autocast, RandomState
-from lowtide.tiling.whole import Land, Landing, Outputs
+from lowtide.randomness import RandomState
+from lowtide.tensor_tree import flatten
+from lowtide.tiling.assembly import GradBuffer, GradSlice, Outputs
+from lowtide.tiling.tiled_function import UnshardedInBackward, check_unchanged, unsharded_in_forward
+from lowtide.tiling.weight_grads import WeightGradAccumulator, swapped_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lowtide.measure import TileLedger
-    from lowtide.slots import Frame
-    from lowtide.tiling.callee import Callee
-    from lowtide.tiling.sums import Accumulate
-    from lowtide.tiling.tokens import TokenGrid
+    from lowtide.counters import TileLedger
+    from lowtide.tensor_tree import TensorTree
+    from lowtide.tiling.tile import TokenGrid
+    from lowtide.tiling.tiled_function import TiledFunction
+    from lowtide.tiling.weight_grads import Accumulate
+
+
+class Autocast:
+    """Autocast as it is now, without its cache of cast weights.
+
+    A cached cast belongs to one graph node, in which the tiles' gradients would be summed in low precision.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = [kind for kind in {device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
+        self._settings = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self._settings:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            yield
 
 
 def run_tiles(
-    callee: Callee,
+    tiled: TiledFunction,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     grid: TokenGrid,
@@ -49,21 +67,21 @@ def run_tiles(
     accumulate: Accumulate = "auto",
 ) -> Any:
     """The function of `args` and `kwargs`, with every tensor that has a row per token cut into tiles."""
-    tensors, frame = take_tensors((args, kwargs))
+    tensors, tree = flatten((args, kwargs))
     del args, kwargs
-    units = callee.units()
+    units = tiled.fsdp_modules()
     outputs = Outputs(grid, ledger.name)
     with unsharded_in_forward(units):
         if not torch.is_grad_enabled():
             _count(ledger, grid)
             for index, tile in enumerate(_cut(tensors, grid)):
-                args, kwargs = frame.fill(tile)
-                outputs.add(index, callee.function(*args, **kwargs))
+                args, kwargs = tree.unflatten(tile)
+                outputs.add(index, tiled.function(*args, **kwargs))
             return outputs.finished()
         tiles, inputs = _save(tensors, grid, units)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
-        call = _Call(callee, frame, inputs, Autocast(tensors[0].device), ledger)
-        _run(call, tiles, Sums(callee, accumulate), outputs)
+        call = _Call(tiled, tree, inputs, Autocast(tensors[0].device), ledger)
+        _run(call, tiles, WeightGradAccumulator(tiled, accumulate), outputs)
         return outputs.finished()
 
 
@@ -72,13 +90,13 @@ def _count(ledger: TileLedger, grid: TokenGrid) -> None:
     ledger.tiles += len(grid.sizes)
 
 
-def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: Sums, outputs: Outputs) -> None:
+def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: WeightGradAccumulator, outputs: Outputs) -> None:
     before = RandomState(*tiles[0])
     for index, tensors in enumerate(tiles):
         tile = _Tile(call, index)
-        args, kwargs = call.frame.fill(tensors)
+        args, kwargs = call.tree.unflatten(tensors)
         with sums.used(), call.autocast.restored(), torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack):
-            outputs.add(index, call.callee.function(*args, **kwargs))
+            outputs.add(index, call.tiled.function(*args, **kwargs))
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
@@ -112,7 +130,9 @@ class _Save(torch.autograd.Function):
     """Saves all tensors, and hands on those that need a gradient: in tiles, if they have a landing for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, unpacked: _Unpacked, landings: list[Landing | None], grid: TokenGrid, *tensors: Any) -> Any:
+    def forward(
+        ctx: Any, unpacked: _Unpacked, landings: list[GradBuffer | None], grid: TokenGrid, *tensors: Any
+    ) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.unpacked, ctx.landings, ctx.tiles = unpacked, landings, len(grid.sizes)
@@ -145,14 +165,14 @@ def _save(
     unpacked = _Unpacked(units)
     needs = [tensor.requires_grad for tensor in tensors]
     carrier = [] if any(needs) else [torch.empty(0, requires_grad=True)]  # a node needs one that requires a gradient
-    landings = [Landing(grid, t) if t.requires_grad and grid.covers(t) else None for t in tensors]
+    landings = [GradBuffer(grid, t) if t.requires_grad and grid.covers(t) else None for t in tensors]
     given = _Save.apply(unpacked, [*landings, *[None] * len(carrier)], grid, *tensors, *carrier)  # type: ignore[no-untyped-call]
     handed_on = iter(given)
     tiles = len(grid.sizes)
     columns: list[Sequence[torch.Tensor]] = []
     for tensor, landing in zip(tensors, landings, strict=True):
         if landing is not None:
-            columns.append([Land.apply(landing, index, next(handed_on)) for index in range(tiles)])  # type: ignore[no-untyped-call]
+            columns.append([GradSlice.apply(landing, index, next(handed_on)) for index in range(tiles)])  # type: ignore[no-untyped-call]
         elif tensor.requires_grad:
             columns.append([next(handed_on)] * tiles)
         else:
@@ -171,12 +191,12 @@ class _SavedInputs:
 
     def tile(self, index: int) -> tuple[torch.Tensor, ...]:
         """The inputs of one tile, as leaves of a graph of their own. They are unpacked once per backward."""
-        backward = torch._C._current_graph_task_id()
+        backward = graph_task_id()
         if backward < 0 or self._unpacked.backward != backward:
             saved = [tensor.detach() for tensor in self._node.saved_tensors[: len(self._needs_grad)]]
             self._unpacked.begin(backward, _cut(saved, self._grid))
             if not any(self._needs_grad) and backward >= 0:  # no gradient will come by the node
-                torch.autograd.Variable._execution_engine.queue_callback(self._unpacked.end)
+                after_backward(self._unpacked.end)
         tensors = zip(self._unpacked.tiles[index], self._needs_grad, strict=True)
         return tuple(tensor.detach().requires_grad_(needs) for tensor, needs in tensors)
 
@@ -185,21 +205,21 @@ class _Call:
     """One call of a tiled function."""
 
     def __init__(
-        self, callee: Callee, frame: Frame, inputs: _SavedInputs, autocast: Autocast, ledger: TileLedger
+        self, tiled: TiledFunction, tree: TensorTree, inputs: _SavedInputs, autocast: Autocast, ledger: TileLedger
     ) -> None:
-        self.callee = callee
-        self.frame = frame
+        self.tiled = tiled
+        self.tree = tree
         self.inputs = inputs
         self.autocast = autocast
         self.ledger = ledger
-        self._weights = callee.weights()
+        self._weights = tiled.weights()
         self._current: weakref.ref[_Tile] | None = None
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
         """The weights that forward used, unchanged, wherever they are now; and buffers that nobody counts up twice."""
         check_unchanged(self._weights, self.ledger.name)
-        before = None if self.callee.module is None else Snapshot(self.callee.module)
+        before = None if self.tiled.module is None else Snapshot(self.tiled.module)
         try:
             with swapped_in(self._weights, [weight.tensor for weight in self._weights]):
                 yield
@@ -247,10 +267,10 @@ class _Tile:
             self._recompute()
         tensor, version = self._recomputed[number]  # type: ignore[misc]  # it was just computed
         self._recomputed[number] = None
-        if tensor._version != version:
+        if version_of(tensor) != version:
             raise InPlaceError(
                 f"{self._call.ledger.name}: a tensor that backward needs is modified by an inplace operation after it "
-                f"was saved (version {version}, now {tensor._version}): change a copy of it instead"
+                f"was saved (version {version}, now {version_of(tensor)}): change a copy of it instead"
             )
         return tensor
 
@@ -261,7 +281,7 @@ class _Tile:
     def _recompute(self) -> None:
         call = self._call
         call.enter(self)
-        args, kwargs = call.frame.fill(call.inputs.tile(self._index))
+        args, kwargs = call.tree.unflatten(call.inputs.tile(self._index))
         call.ledger.recomputed_tiles += 1
         self._recomputed = []
         with (
@@ -272,7 +292,7 @@ class _Tile:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(self._record, _as_it_is),
         ):
-            call.callee.function(*args, **kwargs)
+            call.tiled.function(*args, **kwargs)
         if len(self._recomputed) != self._saved:
             raise LowtideError(
                 f"{call.ledger.name}: tile {self._index} saved {self._saved} tensors in forward and "
@@ -293,7 +313,7 @@ class _Tile:
 
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()  # a node that saved its own output with its graph would hold itself for ever
-        self._recomputed.append((tensor, tensor._version))
+        self._recomputed.append((tensor, version_of(tensor)))
         if len(self._recomputed) == self._saved:
             raise _Enough
         return tensor

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lowtide.recording import Event, Moment, Owner
-from lowtide.recording.operations import tensors_in, tensors_of
+from lowtide._torch import TorchDispatchMode, is_functorch_wrapped, is_traceable_wrapper_subclass, storage_key
+from lowtide.recording import Event, Moment, Owner, tensors_in, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from lowtide.tracing.whereabouts import Whereabouts
+    from lowtide.tracing.phases import PhaseTracker
 
 _USUAL = (Tensor, torch.nn.Parameter)
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -56,7 +55,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.moves: list[Move] = []
-        self.where: Whereabouts | None = None
+        self.where: PhaseTracker | None = None
         self._device = device.type
         self._clock = clock
         self._moment = Moment("between", "")
@@ -68,11 +67,11 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def claim(self, tensor: Tensor, kind: str, block: str = "") -> None:
         """Say whose a tensor is. If it was not known, it was there before, and is counted from now on."""
         for storage in _storages(tensor):
-            known = self._known.get(storage._cdata)
+            known = self._known.get(storage_key(storage))
             if known is None:
                 self._add(storage, Owner(kind, block))
             elif known.owner.kind != kind:
-                self._hand_over(storage._cdata, Owner(kind, block))
+                self._hand_over(storage_key(storage), Owner(kind, block))
 
     def move_on(self, moment: Moment) -> None:
         """The step goes elsewhere: what forward made, and what is still alive, is saved."""
@@ -80,7 +79,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for cdata, number in self._in_work.items():
             known = self._known.get(cdata)
             if known is not None and known.number == number and known.owner.kind == "working":
-                self._hand_over(cdata, Owner("saved", known.owner.block))
+                self._hand_over(cdata, Owner("saved", known.owner.region))
         self._in_work.clear()
         self._moment = moment
 
@@ -89,7 +88,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: dict[str, int] = {}
         for known in list(self._known.values()):
             if known.owner.kind == "saved" and known.place == "device":
-                found[known.owner.block] = found.get(known.owner.block, 0) + known.nbytes
+                found[known.owner.region] = found.get(known.owner.region, 0) + known.nbytes
         return {block: nbytes for block, nbytes in found.items() if nbytes}
 
     def close(self) -> None:
@@ -120,7 +119,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An argument. What was not seen as it was made was there before: the batch, the optimizer's states."""
         kind = {"backward": "other", "recompute": "other", "optimizer": "optimizer"}.get(self._moment.phase, "batch")
         for storage in _storages(tensor):
-            if storage._cdata not in self._known:
+            if storage_key(storage) not in self._known:
                 self._add(storage, Owner(kind, ""))
             else:
                 self._resize(storage)
@@ -130,12 +129,12 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, tensor: Tensor) -> None:
         """A result: its storage is new, or one that is known."""
         for storage in _storages(tensor):
-            if storage._cdata in self._known:
+            if storage_key(storage) in self._known:
                 self._resize(storage)
                 continue
-            number = self._add(storage, Owner(self._kind(), self._moment.block))
+            number = self._add(storage, Owner(self._kind(), self._moment.region))
             if self._moment.phase == "forward":
-                self._in_work[storage._cdata] = number
+                self._in_work[storage_key(storage)] = number
 
     def _kind(self) -> str:
         phase = self._moment.phase
@@ -145,18 +144,18 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(source, Tensor) or target.device.type == source.device.type:
             return
         if target.device.type == "cpu":
-            (known, *_) = [self._known.get(storage._cdata) for storage in _storages(source)] or [None]
-            region = self._moment.block if known is None else known.owner.block
+            (known, *_) = [self._known.get(storage_key(storage)) for storage in _storages(source)] or [None]
+            region = self._moment.region if known is None else known.owner.region
             self._write_move("to host", target.nbytes, region)
         elif source.device.type == "cpu":
-            self._write_move("to device", target.nbytes, self._moment.block)
+            self._write_move("to device", target.nbytes, self._moment.region)
             self._claim_arrived(target)
 
     def _claim_arrived(self, target: Tensor) -> None:
         """In backward it is what was offloaded. Before a region runs it is the batch."""
         if self._moment.phase in ("backward", "recompute"):
-            self.claim(target, "restored", self._moment.block)
-        elif not self._moment.block:
+            self.claim(target, "restored", self._moment.region)
+        elif not self._moment.region:
             self.claim(target, "batch")
 
     def _write_move(self, direction: str, nbytes: int, region: str) -> None:
@@ -164,7 +163,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, storage: torch.UntypedStorage, owner: Owner) -> int:
         number = next(self._numbers)
-        cdata = storage._cdata
+        cdata = storage_key(storage)
         place = "device" if storage.device.type == self._device else "host"
         end = weakref.finalize(storage, self._end, cdata)
         end.atexit = False
@@ -180,9 +179,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._resize(alive[0])
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
-        known = self._known[storage._cdata]
+        known = self._known[storage_key(storage)]
         if storage.nbytes() != known.nbytes:
-            self._known[storage._cdata] = known._replace(nbytes=storage.nbytes())
+            self._known[storage_key(storage)] = known._replace(nbytes=storage.nbytes())
             self._write(storage.nbytes() - known.nbytes, known)
 
     def _hand_over(self, cdata: int, owner: Owner) -> None:
@@ -212,4 +211,4 @@ def _is_plain(tensor: Tensor) -> bool:
     """Not a wrapper of functorch's, nor of somebody's whose memory is hidden."""
     if type(tensor) not in _USUAL and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_functorch_wrapped(tensor)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.report_page import Band, chart, render, stacked
-from lowtide.report_page.charts import KINDS as COLOURS
-from lowtide.report_page.charts import LEGEND, dashed, unit_for
+from lowtide.html import KINDS as COLOURS
+from lowtide.html import LEGEND, TEMPLATES, Band, chart, dashed, render, stacked, unit_for
 from lowtide.tracing.result import KINDS, OUTSIDE
 
 if TYPE_CHECKING:
-    from lowtide.recording.reading import Sample
+    from lowtide.recording import Sample
     from lowtide.tracing.result import Trace
 
-_TEMPLATE = Path(__file__).parent / "templates" / "trace.html"
+_TEMPLATE = TEMPLATES / "trace.html"
 _PHASES = {"forward": "#0f9488", "recompute": "#2f7fc1", "backward": "#d97a1e"}
 _MOST_ROWS = 80
 """Regions whose runs are drawn; a model may have hundreds."""
@@ -77,7 +75,7 @@ def _shade(place: int, count: int, name: str) -> str:
 
 
 def _bands(bands: list[Band], samples: list[Sample], unit: str) -> list[dict[str, Any]]:
-    hover = [[sample.moment.phase, sample.moment.block or OUTSIDE] for sample in samples]
+    hover = [[sample.moment.phase, sample.moment.region or OUTSIDE] for sample in samples]
     milliseconds = [sample.seconds * 1e3 for sample in samples]
     data = stacked(bands, milliseconds, hover, _HOVER.replace("{unit}", unit))
     return [series | {"line": {**series["line"], "shape": "hv"}} for series in data]

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lowtide._torch import import_dynamo
 from lowtide.applying import applied_to
-from lowtide.auditing.names import named_parameters, plain_name
-from lowtide.auditing.parallel import inner
 from lowtide.errors import InvalidValueError, NoRegionError
+from lowtide.modules import named_parameters, plain_name, unwrap_ddp
 from lowtide.regions import find_regions
 from lowtide.stores import DiskStore, HostStore, TieredStore
 from lowtide.tracing.ledger import Move, StorageLedger
+from lowtide.tracing.phases import PhaseTracker
 from lowtide.tracing.result import Level, Trace
-from lowtide.tracing.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +47,8 @@ class trace:  # noqa: N801  (a context manager, used like a function)
     While it is in force, functions that torch.compile made run as they were written.
     """
 
+    __module__ = "lowtide"
+
     def __init__(
         self,
         model: nn.Module,
@@ -67,7 +68,7 @@ class trace:  # noqa: N801  (a context manager, used like a function)
     def __enter__(self) -> Trace:
         if self._model is None or self._stack is not None:
             raise InvalidValueError("this trace has been used: make another with lowtide.trace(model)")
-        importlib.import_module("torch._dynamo")  # else a dispatch mode's first operation does, for a second or two
+        import_dynamo()
         with contextlib.ExitStack() as stack:
             recorder = _Recorder(self._model, self._names)
             recorder.claim_what_is_there(self._optimizer)
@@ -93,11 +94,11 @@ class _Recorder:
         self._stores = _stores_of(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._ledger = StorageLedger(device, self._clock)
-        self._where = Whereabouts(names, self._clock, self._move_on)
+        self._where = PhaseTracker(names, self._clock, self._move_on)
         self._allocated = functools.partial(_allocated, device)
         self._files = {id(store): store.usage().disk for store in self._stores if isinstance(store, DiskStore)}
         self.trace = Trace(
-            model=type(inner(model)).__name__,
+            model=type(unwrap_ddp(model)).__name__,
             device=str(device),
             regions=names,
             events=self._ledger.events,
@@ -185,7 +186,7 @@ class _Recorder:
 
 def _region_names(model: nn.Module, select: Sequence[Selector] | None) -> list[str]:
     """Those that are asked for; else those of the policies in force; else what is found, if there is anything."""
-    core = inner(model)
+    core = unwrap_ddp(model)
     handles = applied_to(model)
     if select is None and handles:
         wanted = {id(region.module) for handle in handles for region in handle.regions}

@@ -8,15 +8,14 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lowtide.applying.report import grouped_name, range_of, stack_of
-from lowtide.recording.reading import read_peak, read_timeline
+from lowtide.modules import grouped_name, range_of, stack_of
+from lowtide.recording import read_peak, read_timeline
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.recording import Event
-    from lowtide.recording.reading import Peak, Sample, Tally
+    from lowtide.recording import Event, Peak, Sample, Tally
     from lowtide.tracing.ledger import Move
-    from lowtide.tracing.whereabouts import Span
+    from lowtide.tracing.phases import Span
 
 KINDS = {
     "weights": "weights",
@@ -67,6 +66,8 @@ class RegionTrace:
 @dataclasses.dataclass(kw_only=True)
 class Trace:
     """What was recorded. It grows while the steps run, and can be read at any time, after an error too."""
+
+    __module__ = "lowtide"
 
     model: str
     device: str
@@ -174,19 +175,19 @@ class Trace:
 
     def to_chrome(self) -> str:
         """JSON for Perfetto (ui.perfetto.dev) and chrome://tracing: spans of the regions, and counters of bytes."""
-        from lowtide.tracing.chrome import as_chrome
+        from lowtide.tracing.formats import as_chrome
 
         return as_chrome(self)
 
     def to_memory_viz(self) -> bytes:
         """A pickled snapshot for pytorch.org/memory_viz: every storage with its kind and region."""
-        from lowtide.tracing.memory_viz import as_snapshot
+        from lowtide.tracing.formats import as_snapshot
 
         return as_snapshot(self)
 
     def __str__(self) -> str:
         peak = self.peak
-        where = f"{peak.moment.phase}, {peak.moment.block or OUTSIDE}"
+        where = f"{peak.moment.phase}, {peak.moment.region or OUTSIDE}"
         lines = [
             f"trace of {self.model} on {self.device}: peak {format_bytes(peak.nbytes)} in {where}",
             f"  at the peak: {_owners(peak)}",
@@ -208,7 +209,7 @@ def _activations(tally: Tally) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for owner, size in tally.by_owner.items():
         if owner.kind in ("saved", "recomputed", "restored", "working"):
-            found[owner.block] += size
+            found[owner.region] += size
     return {block: size for block, size in found.items() if size}
 
 
@@ -221,9 +222,9 @@ def _most_recomputed(events: list[Event]) -> collections.Counter[str]:
         now[block] -= size
         if event.owner.kind == "recomputed" and event.place == "device":
             size += event.change
-            owned[event.storage] = (event.owner.block, size)
-            now[event.owner.block] += size
-            most[event.owner.block] = max(most[event.owner.block], now[event.owner.block])
+            owned[event.storage] = (event.owner.region, size)
+            now[event.owner.region] += size
+            most[event.owner.region] = max(most[event.owner.region], now[event.owner.region])
     return most
 
 

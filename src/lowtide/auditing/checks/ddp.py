@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowtide.auditing.names import some
-from lowtide.auditing.parallel import differ_between_ranks
-from lowtide.auditing.verdicts import Check, Verdict
+from lowtide.auditing.reference import differ_between_ranks
+from lowtide.auditing.report import CheckResult, Verdict, some
 
 if TYPE_CHECKING:
     from lowtide.auditing.case import Case
@@ -14,8 +13,8 @@ if TYPE_CHECKING:
 _REMEDY = "use_reentrant=False, or lowtide.apply: then there is one graph, and each parameter is ready once"
 
 
-def ready_for_ddp(case: Case) -> Check:
-    plain, seen = case.plain, case.seen
+def ready_for_ddp(case: Case) -> CheckResult:
+    plain, seen = case.plain, case.run()
     twice = {name: n for name, n in seen.accumulations.items() if n > max(1, plain.accumulations[name])}
     hidden = sorted(name for name in seen.accumulations if name in plain.in_graph and name not in seen.in_graph)
     if twice:
@@ -48,13 +47,13 @@ def ready_for_ddp(case: Case) -> Check:
     )
 
 
-def ranks_agree(case: Case) -> Check:
+def ranks_agree(case: Case) -> CheckResult:
     """After DDP's backward all ranks hold the same gradients. With a static graph and an output that DDP cannot look
     into they do not, and nothing is said."""
     name = "ranks agree"
     if not case.is_parallel:
         return case.check(name, Verdict.NOT_APPLICABLE, "the model is not inside DDP")
-    different = differ_between_ranks(case.seen.gradients)
+    different = differ_between_ranks(case.run().gradients)
     if different:
         return case.check(
             name,
@@ -65,4 +64,4 @@ def ranks_agree(case: Case) -> Check:
             different=some(different),
             count=len(different),
         )
-    return case.check(name, Verdict.PASS, f"{len(case.seen.gradients)} gradients are the same on all ranks")
+    return case.check(name, Verdict.PASS, f"{len(case.run().gradients)} gradients are the same on all ranks")

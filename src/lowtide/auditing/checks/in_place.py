@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from lowtide.auditing.comparing import compare
-from lowtide.auditing.names import named_modules
+from lowtide._torch import pytree
+from lowtide.auditing.comparison import compare
+from lowtide.auditing.report import CheckResult, Verdict
 from lowtide.auditing.step import gradients_of
-from lowtide.auditing.verdicts import Check, Verdict
+from lowtide.modules import named_modules
 
 if TYPE_CHECKING:
     from lowtide.auditing.case import Case
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME = "in-place changes"
 
 
-def refused(case: Case) -> Check:
+def refused(case: Case) -> CheckResult:
     block = next((name for name in reversed(list(case.blocks())) if name in case.recomputed), None)
     if block is None:
         return case.check(NAME, Verdict.NOT_APPLICABLE, "no block is recomputed")
@@ -40,7 +40,7 @@ def refused(case: Case) -> Check:
     if not vandal.has_struck:
         what = f"{block} has no input with a gradient that can be changed in place"
         return case.check(NAME, Verdict.NOT_APPLICABLE, what, block=block)
-    comparison = compare(case.seen.gradients, gradients, case.reference.own_errors)
+    comparison = compare(case.run().gradients, gradients, case.reference.own_errors)
     if comparison.suspects:
         return case.check(
             NAME,
@@ -54,7 +54,7 @@ def refused(case: Case) -> Check:
     return case.check(NAME, Verdict.PASS, f"a change of {block}'s input does no harm", block=block)
 
 
-def _noticed(case: Case, vandal: Vandal, error: RuntimeError) -> Check:
+def _noticed(case: Case, vandal: Vandal, error: RuntimeError) -> CheckResult:
     if not vandal.has_struck:
         raise error
     message = (str(error).strip().splitlines() or [""])[0][:160]

@@ -7,19 +7,18 @@ import copy
 import pickle
 from typing import TYPE_CHECKING
 
-from lowtide.auditing.comparing import compare
+from lowtide._torch import hooks_of
+from lowtide.auditing.comparison import compare
+from lowtide.auditing.report import CheckResult, Verdict
 from lowtide.auditing.step import observe
-from lowtide.auditing.verdicts import Check, Verdict
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.auditing.case import Case
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
-def idempotent(case: Case) -> Check:
+def idempotent(case: Case) -> CheckResult:
     """Setting a model up twice is setting it up once: as many recomputations, as many hooks."""
     name = "idempotent"
     if case.setup.configure is None:
@@ -30,8 +29,8 @@ def idempotent(case: Case) -> Check:
     grown = {kind: n - hooks[kind] for kind, n in _hooks(twice.model).items() if n > hooks[kind]}
     seen = observe(twice.model, case.experiment)  # models may install hooks of their own as they first run
     counts = {block: seen.backward_calls[block] for block in case.blocks()}
-    before = {block: case.seen.backward_calls[block] for block in case.blocks()}
-    wrong = compare(case.seen.gradients, seen.gradients, case.reference.own_errors).suspects
+    before = {block: case.run().backward_calls[block] for block in case.blocks()}
+    wrong = compare(case.run().gradients, seen.gradients, case.reference.own_errors).suspects
     if counts != before or wrong or grown:
         what = "hooks pile up" if grown and counts == before and not wrong else "it acts twice"
         return case.check(
@@ -45,7 +44,7 @@ def idempotent(case: Case) -> Check:
     return case.check(name, Verdict.PASS, "switched on twice, it acts once")
 
 
-def reversible(case: Case) -> Check:
+def reversible(case: Case) -> CheckResult:
     name = "reversible"
     if case.setup.configure is None:
         return case.check(name, Verdict.NOT_APPLICABLE, "the model is judged as it is")
@@ -75,7 +74,7 @@ def reversible(case: Case) -> Check:
     return case.check(name, Verdict.PASS, "switched off, the model is as it was")
 
 
-def portable(case: Case) -> Check:
+def portable(case: Case) -> CheckResult:
     """Deep copies and pickles of a model that is set up."""
     name = "copy and pickle"
     plain_fails = _plain_fails_to_pickle(case)
@@ -99,7 +98,7 @@ def portable(case: Case) -> Check:
 def _wrong_gradients(case: Case, twin: nn.Module) -> str | None:
     seen = observe(twin, case.experiment)
     wrong = compare(case.plain.gradients, seen.gradients, case.reference.own_errors).suspects
-    already = compare(case.plain.gradients, case.seen.gradients, case.reference.own_errors).suspects
+    already = compare(case.plain.gradients, case.run().gradients, case.reference.own_errors).suspects
     new = [name for name in wrong if name not in already]
     return f"a copy has {len(new)} wrong gradients" if new else None
 
@@ -114,8 +113,8 @@ def _plain_fails_to_pickle(case: Case) -> str | None:
         return _words(error)
     for module in plain.modules():  # what a set-up leaves in a copy, a flag that is off as well
         vars(module).pop("forward", None)
-        for kind in _HOOKS:
-            getattr(module, kind).clear()
+        for hooks in hooks_of(module).values():
+            hooks.clear()
     return _fails_to_pickle(plain)
 
 
@@ -135,6 +134,6 @@ def _words(error: Exception) -> str:
 def _hooks(model: nn.Module) -> collections.Counter[str]:
     counts: collections.Counter[str] = collections.Counter()
     for module in model.modules():
-        for kind in _HOOKS:
-            counts[kind] += len(getattr(module, kind))
+        for kind, hooks in hooks_of(module).items():
+            counts[kind] += len(hooks)
     return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.verdicts import Check, Verdict
+from lowtide.auditing.report import CheckResult, Verdict
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ _FEWEST_BLOCKS = 3
 """With fewer, prefetching one block ahead looks like holding all."""
 
 
-def memory(case: Case) -> Check:
-    before, after = case.plain.total_held, case.seen.total_held
+def memory(case: Case) -> CheckResult:
+    before, after = case.plain.total_held, case.run().total_held
     evidence: dict[str, Any] = {"plain_bytes": before, "bytes": after, "by_block": _by_block(case)}
     if before == 0:
         return case.check("memory", Verdict.INCONCLUSIVE, "the plain model holds nothing after forward", **evidence)
@@ -40,19 +40,19 @@ def memory(case: Case) -> Check:
     return case.check("memory", Verdict.PASS, f"{what} ({100 * saved:.0f} % less)", **evidence)
 
 
-def offload(case: Case) -> Check:
+def offload(case: Case) -> CheckResult:
     """Inputs of recomputed blocks: gone from the device after forward, and not all back at once in backward."""
     expected, moved = _boundary_bytes(case)
     evidence: dict[str, Any] = {"expected_bytes": expected, "moved_bytes": moved}
     if moved < _LEAST * expected or moved == 0:
         return _nothing_moved(case, evidence)
-    restored = sum(1 for name in case.seen.inputs if name in case.recomputed)
-    evidence |= {"blocks": restored, "most_blocks_restored_at_once": case.seen.most_restored_alive}
-    if restored > _FEWEST_BLOCKS and case.seen.most_restored_alive > max(2, _MOST * restored):
+    restored = sum(1 for name in case.run().inputs if name in case.recomputed)
+    evidence |= {"blocks": restored, "most_blocks_restored_at_once": case.run().most_restored_alive}
+    if restored > _FEWEST_BLOCKS and case.run().most_restored_alive > max(2, _MOST * restored):
         return case.check(
             "offload",
             Verdict.FAIL,
-            f"inputs of {case.seen.most_restored_alive} of {restored} blocks are back on the device at once: what "
+            f"inputs of {case.run().most_restored_alive} of {restored} blocks are back on the device at once: what "
             "forward freed, backward holds again",
             remedy="restored tensors must not be cached: drop them when their block's backward is done",
             **evidence,
@@ -70,7 +70,7 @@ def offload(case: Case) -> Check:
     return case.check("offload", Verdict.PASS, what, **evidence)
 
 
-def _nothing_moved(case: Case, evidence: dict[str, Any]) -> Check:
+def _nothing_moved(case: Case, evidence: dict[str, Any]) -> CheckResult:
     if case.expects_offload:
         return case.check(
             "offload",
@@ -88,12 +88,12 @@ def _boundary_bytes(case: Case) -> tuple[int, int]:
 
     Without the block that ran last: backward begins with it, so that a good engine keeps its input.
     """
-    blocks = [pairs for name, pairs in case.seen.inputs.items() if name in case.recomputed]
+    blocks = [pairs for name, pairs in case.run().inputs.items() if name in case.recomputed]
     inputs = [pair for pairs in blocks[:-1] for pair in pairs]
     return sum(size for size, _ in inputs), sum(size for size, is_alive in inputs if not is_alive)
 
 
 def _by_block(case: Case) -> dict[str, list[int]]:
     """Bytes without and with the set-up."""
-    names = sorted(set(case.plain.held_bytes) | set(case.seen.held_bytes))
-    return {name or "outside of blocks": [case.plain.held_bytes[name], case.seen.held_bytes[name]] for name in names}
+    names = sorted(set(case.plain.held_bytes) | set(case.run().held_bytes))
+    return {name or "outside of blocks": [case.plain.held_bytes[name], case.run().held_bytes[name]] for name in names}

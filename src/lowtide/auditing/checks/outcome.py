@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide.auditing.comparing import TOLERANCES, size_of
-from lowtide.auditing.names import some
-from lowtide.auditing.verdicts import Check, Verdict
+from lowtide.auditing.comparison import TOLERANCES, size_of
+from lowtide.auditing.report import CheckResult, Verdict, some
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,10 +15,10 @@ if TYPE_CHECKING:
     from lowtide.auditing.case import Case
 
 
-def outputs(case: Case) -> Check:
-    plain, seen = case.plain.outputs, case.seen.outputs
+def outputs(case: Case) -> CheckResult:
+    plain, seen = case.plain.outputs, case.run().outputs
     wrong = [name for name, tensor in plain.items() if name in seen and not _close(tensor, seen[name])]
-    if not _close(case.plain.loss, case.seen.loss):
+    if not _close(case.plain.loss, case.run().loss):
         wrong.insert(0, "the loss")
     absent = [name for name in plain if name not in seen]
     if wrong:
@@ -29,7 +28,7 @@ def outputs(case: Case) -> Check:
             f"differ: {', '.join(some(wrong, 4))}",
             remedy="checkpointing must not change what forward computes: look at what the set-up replaces",
             different=some(wrong),
-            loss=float(case.seen.loss),
+            loss=float(case.run().loss),
             expected_loss=float(case.plain.loss),
         )
     note = f"; not returned: {', '.join(some(absent, 4))}" if absent else ""
@@ -37,13 +36,13 @@ def outputs(case: Case) -> Check:
         "outputs",
         Verdict.PASS,
         f"loss and {len(plain) - len(absent)} outputs are the same{note}",
-        loss=float(case.seen.loss),
+        loss=float(case.run().loss),
         absent=some(absent),
     )
 
 
-def buffers(case: Case) -> Check:
-    plain, seen = case.plain.buffers, case.seen.buffers
+def buffers(case: Case) -> CheckResult:
+    plain, seen = case.plain.buffers, case.run().buffers
     shared = sorted(plain.keys() & seen.keys())
     if not shared:
         return case.check("buffers", Verdict.NOT_APPLICABLE, "the model has no buffers")
@@ -61,17 +60,17 @@ def buffers(case: Case) -> Check:
     return case.check("buffers", Verdict.PASS, f"{len(shared)} buffers as after one forward", count=len(shared))
 
 
-def randomness(case: Case) -> Check:
+def randomness(case: Case) -> CheckResult:
     """Every number that a recomputation draws must be one that forward drew."""
-    draws = case.seen.backward_draws - case.plain.backward_draws  # of one block perhaps twice: it has tiles inside
+    draws = case.run().backward_draws - case.plain.backward_draws  # of one block perhaps twice: it has tiles inside
     if not draws:
         return case.check(
             "random state",
             Verdict.NOT_APPLICABLE,
             "no recomputed block draws random numbers (dropout=0.1 makes it)",
         )
-    others = (case.seen.forward_draws - case.plain.forward_draws).total()
-    new = {draw: count for draw, count in draws.items() if draw not in case.seen.forward_draws}
+    others = (case.run().forward_draws - case.plain.forward_draws).total()
+    new = {draw: count for draw, count in draws.items() if draw not in case.run().forward_draws}
     if new:
         return case.check(
             "random state",

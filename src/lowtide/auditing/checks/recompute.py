@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.names import some
-from lowtide.auditing.stacks import ancestors
-from lowtide.auditing.verdicts import Check, Verdict
+from lowtide.auditing.report import CheckResult, Verdict, some
+from lowtide.modules import ancestors
 
 if TYPE_CHECKING:
     from lowtide.auditing.case import Case
@@ -16,7 +15,7 @@ _SHARE = 0.1
 """A stack that holds less than this share of the memory is mentioned, not failed."""
 
 
-def recomputed(case: Case) -> Check:
+def recomputed(case: Case) -> CheckResult:
     stacks = [summary for stack in case.experiment.stacks if (summary := _of_stack(case, stack)) is not None]
     missed = [stack for stack in stacks if stack["not_recomputed"] and stack["share_of_memory"] >= _SHARE]
     repeated = _repeated(case)
@@ -46,8 +45,8 @@ def recomputed(case: Case) -> Check:
     return case.check("recomputed", Verdict.PASS, f"{blocks} blocks ran again in backward: {names}", stacks=stacks)
 
 
-def _nothing(case: Case, stacks: list[dict[str, Any]]) -> Check:
-    if case.seen.total_held < 0.8 * case.plain.total_held:
+def _nothing(case: Case, stacks: list[dict[str, Any]]) -> CheckResult:
+    if case.run().total_held < 0.8 * case.plain.total_held:
         return case.check(
             "recomputed",
             Verdict.NOT_APPLICABLE,
@@ -97,9 +96,9 @@ def _repeated(case: Case) -> list[tuple[str, tuple[int, int]]]:
     """Blocks that ran more often in backward than they were called in forward."""
     found = []
     for name in case.blocks():
-        extra = case.seen.backward_calls[name] - case.plain.backward_calls[name]
-        if extra > case.seen.forward_calls[name] > 0:
-            found.append((name, (extra, case.seen.forward_calls[name])))
+        extra = case.run().backward_calls[name] - case.plain.backward_calls[name]
+        if extra > case.run().forward_calls[name] > 0:
+            found.append((name, (extra, case.run().forward_calls[name])))
     return found
 
 

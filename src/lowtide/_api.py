@@ -1,0 +1,67 @@
+"""`lowtide.apply`, with a budget in place of a policy: plan first, then apply what fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide import applying
+from lowtide.errors import DoesNotFitError, InvalidValueError
+from lowtide.planning import plan
+from lowtide.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from lowtide.applying import Applied
+    from lowtide.policy import Policy
+    from lowtide.regions import Selector
+
+DEFAULT = "recompute+offload"
+
+
+def apply(
+    model: nn.Module,
+    policy: Policy | str | Mapping[str, Any] | None = None,
+    *,
+    regions: Sequence[Selector] | None = None,
+    strict: bool = True,
+    budget: int | str | None = None,
+    tokens: int | str | None = None,
+    **job: Any,
+) -> Applied:
+    """Make `model` train under `policy`; the handle reports what happens and undoes it.
+
+    Only instances of `model`'s blocks change. Applying the same policy again returns the same handle; another policy
+    takes the place of the first. `regions` names the blocks (globs on module names, class names, classes); without it
+    they are found. With `strict=False` a region that turns out to do nothing is a warning, not a `SilentNoOpError`.
+
+    Without a policy it is `"recompute+offload"`. With `budget="24GiB"` and `tokens=131072` it is the fastest policy
+    that a plan finds for that memory and length; further keywords (`batch`, `batch_size`, `device`, `ranks`, `engine`,
+    `optimizer`, ...) are those of `lowtide.plan`. If nothing fits, `DoesNotFitError` says what the least is.
+    """
+    if budget is None:
+        unused = [name for name, value in {"tokens": tokens, **job}.items() if value is not None]
+        if unused:
+            raise InvalidValueError(f"{', '.join(unused)}: these describe a plan, so they need budget=")
+        chosen = DEFAULT if policy is None else policy
+        return applying.apply(model, chosen, regions=regions, strict=strict)
+    if policy is not None:
+        raise InvalidValueError("give a policy or a budget: with budget= the plan chooses the policy")
+    if regions is not None:
+        raise InvalidValueError(
+            "regions= and budget=: a plan finds the blocks by itself. Plan first, then give its policy"
+        )
+    if tokens is None and job.get("batch") is None:
+        raise InvalidValueError("budget= needs tokens=, the length of the sequences that should fit, or batch=")
+    found = plan(model, tokens=tokens, budget=budget, **job)
+    if found.policy is None:
+        raise DoesNotFitError(
+            f"no policy fits {format_bytes(parse_bytes(budget))} with {found.job.size}. The least is "
+            f"{found.least.policy}, which {found.least.limit}"
+        )
+    return applying.apply(model, found.policy, strict=strict)
+
+
+apply.__module__ = "lowtide"

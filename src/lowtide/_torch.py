@@ -1,0 +1,475 @@
+"""The one door to torch's private names: every one that Lowtide uses stands here, behind a verb.
+
+Torch has no public way to ask which backward runs, what version a tensor has, or which storage lies behind it, and an
+engine that works on saved tensors must ask. A new torch release is therefore read against this file alone. ruff bans
+these names elsewhere, a test looks for the rest, and the documentation lists this page as it stands.
+
+Each entry says what it is for, which torch has it ("2.10" means 2.10 or earlier: older releases are not supported) and
+what public thing would replace it. The emulated device (`simdevice`) registers itself with torch and has a door of its
+own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import operator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+
+    from torch.autograd.graph import Node
+
+__all__ = [
+    "CHECKPOINT_KEYWORDS",
+    "OFFLOAD_POLICIES",
+    "CachingMode",
+    "ConvNd",
+    "DropoutNd",
+    "NormBase",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "after_backward",
+    "aliases_parameter",
+    "buffers_of",
+    "children_of",
+    "current_node",
+    "disable_dynamo",
+    "fsdp_param_groups",
+    "graph_task_id",
+    "hooks_of",
+    "import_dynamo",
+    "is_functorch_wrapped",
+    "is_inside_checkpoint",
+    "is_traceable_wrapper_subclass",
+    "keep_version",
+    "keeps_graph",
+    "make_data_parallel_refuse",
+    "next_sequence_number",
+    "no_dispatch_modes",
+    "non_reentrant_checkpoint",
+    "operator_of",
+    "parameters_of",
+    "pytree",
+    "recomputation_stop",
+    "rename_offload_policies",
+    "saved_fields",
+    "schema_of",
+    "sequence_number",
+    "storage_key",
+    "tensor_from",
+    "version_of",
+]
+
+T = TypeVar("T")
+C = TypeVar("C", bound="Callable[..., Any]")
+
+
+# --- The backward that runs ---------------------------------------------------------------------------------------
+
+
+def graph_task_id() -> int:
+    """Return the number of the backward that this thread works for; -1 outside of any.
+
+    Tells a new backward from one that goes on, so that what a backward needs once is done once.
+    `torch._C._current_graph_task_id`, 2.10. Public replacement: none.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward has ended. Only allowed inside a backward.
+
+    The guard checks its counts then, and tiles let go of their inputs.
+    `torch.autograd.Variable._execution_engine.queue_callback`, 2.10. Public replacement: none; DDP and FSDP2 use it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def keeps_graph() -> bool:
+    """Return whether the running backward keeps its graph (`retain_graph=True`), so that nothing may be overwritten.
+
+    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.10. Public replacement: none.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def current_node() -> Node | None:
+    """Return the autograd node that runs on this thread, if one does.
+
+    `torch._C._current_autograd_node`, 2.10. Public replacement: none.
+    """
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next autograd node of this thread will get; nodes made later have higher ones.
+
+    `torch.autograd._get_sequence_nr`, 2.10. Public replacement: none.
+    """
+    return int(_get_sequence_nr())
+
+
+def sequence_number(node: Node) -> int:
+    """Return the number of an autograd node: which nodes a region made is told by it.
+
+    `Node._sequence_nr`, 2.10. Public replacement: none.
+    """
+    return int(node._sequence_nr())
+
+
+@functools.lru_cache(maxsize=1024)
+def saved_fields(kind: type[Node]) -> tuple[str, ...]:
+    """Return the names of the attributes in which a kind of node keeps its saved tensors.
+
+    `Node._raw_saved_*`, 2.10. Public replacement: none for all nodes; `saved_tensors` exists on custom functions.
+    """
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+ENGINE_FUNCTION = "_engine_run_backward"
+"""The name of the Python frame below which the autograd engine runs. 2.10. Public replacement: none."""
+
+
+# --- Tensors, versions and storages ---------------------------------------------------------------------------------
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Return how often a tensor was changed in place; views of one tensor share the count.
+
+What autograd checks for saved tensors must be checked by whoever takes them out of its hands.
+`Tensor._version`, 2.10. Public replacement: none.
+"""
+
+storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""Return what identifies a storage while it lives; afterwards another may have the same key.
+
+Tensors share memory exactly if their storages have one key; a pointer would not do, for empty and meta storages share
+theirs. `UntypedStorage._cdata`, 2.10. Public replacement: none.
+"""
+
+
+def tensor_from(reference: StorageWeakRef, like: tuple[torch.dtype, torch.device, int, int]) -> torch.Tensor | None:
+    """Return a flat tensor (type, device, offset, length) over a storage, if anybody still uses that storage.
+
+    `UntypedStorage._new_with_weak_ptr`, 2.10. Public replacement: none; `torch.multiprocessing` uses it.
+    """
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    if storage is None:
+        return None
+    dtype, device, offset, length = like
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, (length,), (1,))
+
+
+def keep_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Let changes of `tensor` inside go uncounted: a probe that gives up its memory has not been modified.
+
+    `torch.autograd.grad_mode._unsafe_preserve_version_counter`, 2.10. Public replacement: none.
+    """
+    return _unsafe_preserve_version_counter(tensor)
+
+
+def aliases_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of a parameter, whose memory stays whatever happens to the view.
+
+    `Tensor._base`, 2.10. Public replacement: none.
+    """
+    return isinstance(tensor._base, nn.Parameter)
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of `torch.func`'s wrappers, which have no storage to look at.
+
+    `torch._C._functorch.is_functorch_wrapped_tensor`, 2.10. Public replacement: none.
+    """
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+# `StorageWeakRef` tells whether a storage is still in use without keeping it alive. `torch.multiprocessing.reductions`
+# has no leading underscore and no documentation either; 2.10. Public replacement: none.
+
+
+# --- Operators and dispatch -----------------------------------------------------------------------------------------
+
+# `TorchDispatchMode` sees every operator (ledger, trace, audit); `no_dispatch_modes` suspends such modes for numbers
+# that are not the program's own; `is_traceable_wrapper_subclass` tells tensors that hold others. They live in
+# `torch.utils._python_dispatch`, 2.10; the first is documented for extension authors. Public replacement: none.
+#
+# `pytree` takes nested values apart: `torch.utils._pytree`, 2.10. Public replacement: none in torch (`optree` is a
+# package of its own).
+
+
+def operator_of(overload: Any) -> Any:
+    """Return the operator that an overload belongs to: `aten.copy_` for `aten.copy_.default`.
+
+    `OpOverload._overloadpacket`, 2.10. Public replacement: none; `OpOverload.overloadpacket` does not exist.
+    """
+    return overload._overloadpacket
+
+
+def schema_of(overload: Any) -> Any:
+    """Return the schema of an operator's overload: names, defaults, and what its results alias.
+
+    `OpOverload._schema`, 2.10. Public replacement: none.
+    """
+    return overload._schema
+
+
+# --- Modules --------------------------------------------------------------------------------------------------------
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary in which a module keeps its own parameters, under the names it gave them.
+
+    `named_parameters` leaves out a second name of a tied weight, and a weight can be replaced only where it is held.
+    `Module._parameters`, 2.10. Public replacement: none.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dictionary in which a module keeps its own buffers.
+
+    A forward may replace a buffer; putting the old one back must not go through `__setattr__`.
+    `Module._buffers`, 2.10. Public replacement: none.
+    """
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary in which a module keeps its children, under the names it gave them.
+
+    `Module._modules`, 2.10. Public replacement: `named_children`, except that it leaves out second names.
+    """
+    return module._modules
+
+
+def hooks_of(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Return the dictionaries in which a module keeps its hooks, by kind.
+
+    `Module._forward_hooks` and its likes, 2.10. Public replacement: none.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {kind: getattr(module, kind) for kind in kinds}
+
+
+NON_PERSISTENT = "_non_persistent_buffers_set"
+"""The attribute that names a module's buffers that are not in its state dict. 2.10. Public replacement: none."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute that `module.compile()` sets. 2.10. Public replacement: none."""
+
+CONTENT = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that hold its content; whatever else it holds are attributes of its own. 2.10."""
+
+# `NormBase`, `ConvNd` and `DropoutNd` are the classes that torch's batch norms, convolutions and dropouts share. 2.10.
+# Public replacement: lists of their subclasses, which would go stale.
+
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+def make_data_parallel_refuse(module: nn.Module, refuse: Callable[[], Any] | None) -> None:
+    """Let `nn.DataParallel` call `refuse` instead of copying this module; None undoes it.
+
+    `Module._replicate_for_data_parallel`, 2.10. Public replacement: none.
+    """
+    if refuse is None:
+        vars(module).pop(_REPLICATE, None)
+    else:
+        vars(module)[_REPLICATE] = refuse
+
+
+def fsdp_param_groups(modules: Iterable[Any]) -> list[Any]:
+    """Return FSDP2's groups of parameters behind `FSDPModule`s; each says whether and when it reshards.
+
+    What `set_reshard_after_forward` and `set_reshard_after_backward` set cannot be read back, and must be put back.
+    `FSDPModule._get_fsdp_state` since 2.10; `FSDPState._fsdp_param_groups` since 2.12, before it `_fsdp_param_group`.
+    Public replacement: none.
+    """
+    states = [module._get_fsdp_state() for module in modules]
+    return [group for state in states for group in _groups_of(state) if group is not None]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+
+
+# --- Compilation ----------------------------------------------------------------------------------------------------
+
+
+def disable_dynamo(function: C) -> C:
+    """Make `function` a break of the graph in compiled code: what is inside runs eagerly unless compiled itself.
+
+    `torch._disable_dynamo`, 2.10. Public replacement: `torch.compiler.disable`, which imports the compiler (a second
+    or two) as the decorator is applied.
+    """
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
+
+
+def import_dynamo() -> None:
+    """Import torch's compiler now: else the first operation under a dispatch mode does it, for a second or two.
+
+    `torch._dynamo`, 2.10. Public replacement: none.
+    """
+    importlib.import_module("torch._dynamo")
+
+
+# --- Checkpoint -----------------------------------------------------------------------------------------------------
+
+_generator: Callable[..., Any] = torch_checkpoint._checkpoint_without_reentrant_generator
+_GENERATOR_PARAMETERS = inspect.signature(_generator).parameters
+_TAKES_TUPLES = _GENERATOR_PARAMETERS["args"].kind is not inspect.Parameter.VAR_POSITIONAL
+"""Whether the function's arguments are handed over as `args, kwargs` (torch's main branch) or behind the settings."""
+
+CHECKPOINT_KEYWORDS = frozenset({"use_reentrant"}) | frozenset(
+    name
+    for name in (*_GENERATOR_PARAMETERS, *inspect.signature(torch_checkpoint.checkpoint).parameters)
+    if name not in ("fn", "function", "args", "kwargs")
+)
+"""The keywords that this torch's `checkpoint` takes for itself, read from its own signatures.
+
+Whatever is not among them belongs to the function that is checkpointed. 2.14 added `respect_saved_tensors_hooks`.
+"""
+
+
+def non_reentrant_checkpoint(
+    function: Callable[..., T],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> T:
+    """Run torch's non-reentrant checkpoint itself: its public name is what frameworks replace, and so do we.
+
+    `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, 2.10; `respect_saved_tensors_hooks` since 2.14;
+    `fn, args, kwargs, *, ...` on torch's main branch. Public replacement: `torch.utils.checkpoint.checkpoint`, were it
+    not replaced.
+    """
+    options: dict[str, Any] = {
+        "preserve_rng_state": preserve_rng_state,
+        "context_fn": context_fn,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+    }
+    if "respect_saved_tensors_hooks" in CHECKPOINT_KEYWORDS:
+        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
+    if _TAKES_TUPLES:
+        steps = _generator(function, args, {}, **options)
+    else:
+        hooks = {name: options.pop(name) for name in ("respect_saved_tensors_hooks",) if name in options}
+        steps = _generator(function, *options.values(), *args, **hooks)
+    next(steps)
+    try:
+        result = function(*args)
+    except BaseException as error:
+        steps.throw(error)
+        raise
+    next(steps, None)
+    return result
+
+
+def recomputation_stop(error: RuntimeError) -> BaseException:
+    """Return what torch's checkpoint waits for if `error` stands for it; else `error` itself.
+
+    Torch ends a recomputation early by an exception without words, raised as the last tensor is saved. If that happens
+    inside a `torch.jit.script` function (ZoeDepth has one), the interpreter turns it into a RuntimeError without words.
+    Whether everything was recomputed by then, torch counts afterwards.
+    `torch.utils.checkpoint._StopRecomputationError`, 2.10. Public replacement: none.
+    """
+    text = str(error)
+    is_wordless = "TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
+    return torch_checkpoint._StopRecomputationError() if is_wordless else error
+
+
+def is_inside_checkpoint() -> bool:
+    """Return whether a checkpoint around this place decides what is saved; then its hooks must see the inputs.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.10. Public replacement: none.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+OFFLOAD_POLICIES = tuple(
+    getattr(CheckpointPolicy, name)
+    for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+    if hasattr(CheckpointPolicy, name)
+)
+"""What a selective policy answers for outputs that should wait on the host. Public since 2.11; none in 2.10."""
+
+
+class CachingMode(torch_checkpoint._CachingTorchDispatchMode):
+    """Torch's cache of the outputs that a selective policy keeps, open to replacing an entry.
+
+    Torch's eager mode takes offload for recompute: a subclass may answer "keep" and put the kept output elsewhere.
+    `torch.utils.checkpoint._CachingTorchDispatchMode` and `_VersionWrapper`, 2.10; entries are counted by key since
+    2.13, and appended to a list before. Public replacement: none.
+    """
+
+    def __init__(self, cache: Any, decide: Callable[..., Any]) -> None:
+        graph_id = {"ac_graph_id": cache.ac_graph_id} if hasattr(cache, "ac_graph_id") else {}  # since 2.12
+        super().__init__(decide, cache.storage, **graph_id)  # type: ignore[no-untyped-call]
+
+    def replace_newest(self, func: Any, args: Any, replace: Callable[[torch.Tensor], Any]) -> None:
+        """Put `replace(tensor)` in the place of every tensor of the entry that `func` was given last."""
+        if hasattr(torch_checkpoint, "_sac_storage_key"):
+            key = torch_checkpoint._sac_storage_key(func, args)  # type: ignore[no-untyped-call]
+            entries, newest = self.storage[key], self.func_counter[key] - 1
+        else:
+            entries = self.storage[func]
+            newest = len(entries) - 1
+
+        def replaced(kept: Any) -> Any:
+            is_tensor = isinstance(kept, torch_checkpoint._VersionWrapper) and isinstance(kept.val, torch.Tensor)
+            return replace(kept.val) if is_tensor else kept
+
+        entries[newest] = pytree.tree_map(replaced, entries[newest])
+
+
+def is_selective_cache(context: Any) -> bool:
+    """Return whether a forward context of `context_fn` is torch's cache of kept outputs."""
+    return isinstance(context, torch_checkpoint._CachingTorchDispatchMode)
+
+
+def rename_offload_policies(recompute: Any) -> None:
+    """Let the recompute half of a selective context find what its cache kept under an offload policy.
+
+    Before 2.13 it asks the policy again, and takes only what the policy says to save; later ones look in the cache.
+    `torch.utils.checkpoint._CachedTorchDispatchMode.policy_fn`, 2.10 to 2.12.
+    """
+    policy = getattr(recompute, "policy_fn", None)
+    if policy is not None:
+        recompute.policy_fn = _SaveInsteadOfOffload(policy)
+
+
+class _SaveInsteadOfOffload:
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        self._policy = policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        policy = self._policy(*args, **kwargs)
+        return CheckpointPolicy.MUST_SAVE if policy in OFFLOAD_POLICIES else policy

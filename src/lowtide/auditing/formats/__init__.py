@@ -1,1 +1,0 @@
-"""A report for people and for machines: text, JUnit, GitHub annotations, HTML."""

@@ -1,0 +1,243 @@
+"""`lowtide.checkpoint`: torch's non-reentrant checkpoint, with every tensor input visible to a store."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import torch
+from torch.utils.checkpoint import noop_context_fn
+
+from lowtide._torch import (
+    CHECKPOINT_KEYWORDS,
+    disable_dynamo,
+    is_inside_checkpoint,
+    non_reentrant_checkpoint,
+    recomputation_stop,
+)
+from lowtide.buffers import run_once_for_buffers
+from lowtide.checkpointing.schedule import Schedule, as_schedule
+from lowtide.checkpointing.selective import with_offload
+from lowtide.counters import RegionLedger
+from lowtide.errors import InvalidValueError
+from lowtide.stores import HostStore, Store
+from lowtide.tensor_tree import TensorTree, flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+T = TypeVar("T")
+
+
+@overload
+def checkpoint(
+    function: Callable[..., T],
+    *args: Any,
+    offload: Literal["host"] | Store | Schedule | None = None,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> T: ...
+@overload
+def checkpoint(
+    *,
+    offload: Literal["host"] | Store | Schedule | None = None,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+def checkpoint(
+    function: Callable[..., T] | None = None,
+    *args: Any,
+    offload: Literal["host"] | Store | Schedule | None = None,
+    use_reentrant: bool | None = None,  # noqa: ARG001  (see the docstring)
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> T | Callable[[Callable[..., T]], Callable[..., T]]:
+    """Run `function(*args, **kwargs)` now and again in backward, instead of keeping what it computes.
+
+    A drop-in for `torch.utils.checkpoint.checkpoint`, whose keywords keep their meaning. Two things differ. The graph
+    is always one graph: `use_reentrant=True` is answered with the non-reentrant engine, which saves the same memory
+    and fires every parameter's hooks once. And with `offload="host"` (or a store) the inputs leave the device until
+    backward, whether they come positionally, as keywords, nested in containers or dataclasses, or bound in a
+    `functools.partial`.
+
+    Without a function it returns a wrapper, as torch 2.14 does: `checkpoint(use_reentrant=False)(function)(*args)`.
+
+    A selective policy (`context_fn`) that asks for CPU offload gets it: torch's eager mode would recompute instead.
+    What a selective policy keeps is not seen by saved-tensor hooks around the call, unless
+    `respect_saved_tensors_hooks=True` says so (torch 2.14 and newer).
+
+    One store serves many calls: pass the same one (or its `Schedule`) to all regions of a model, and a region's copies
+    hide behind the next one's compute. The word `"host"` knows of no other call, and copies within its own.
+    """
+    _check_keywords(kwargs, respect_saved_tensors_hooks)
+    schedule = as_schedule(offload)
+    options = {
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+        "preserve_rng_state": preserve_rng_state,
+        "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+    }
+    if function is None:
+        if args or kwargs:
+            raise InvalidValueError(
+                f"checkpoint without a function returns a wrapper, and takes settings only: {', '.join(kwargs)} would "
+                "be lost. Pass arguments to the wrapped function"
+            )
+        return functools.partial(_wrap, schedule, context_fn, options)
+    return _checkpoint(function, args, kwargs, schedule, context_fn, options)
+
+
+checkpoint.__module__ = "lowtide"
+
+
+def _check_keywords(kwargs: dict[str, Any], respect_saved_tensors_hooks: bool | None) -> None:
+    """Refuse by name what torch's checkpoint would take for itself and this engine does not know."""
+    if unknown := sorted(CHECKPOINT_KEYWORDS & kwargs.keys()):
+        raise InvalidValueError(
+            f"{', '.join(unknown)}: torch {torch.__version__} takes this for its own checkpoint, and this version of "
+            "Lowtide does not know what it means. Leave it out, or use a newer Lowtide"
+        )
+    if respect_saved_tensors_hooks and "respect_saved_tensors_hooks" not in CHECKPOINT_KEYWORDS:
+        raise InvalidValueError(
+            f"respect_saved_tensors_hooks=True needs torch 2.14 or newer, and {torch.__version__} is installed: what a "
+            "selective policy keeps is not seen by saved-tensor hooks there"
+        )
+
+
+def _wrap(
+    schedule: Schedule | None,
+    context_fn: Callable[[], Any] | None,
+    options: dict[str, Any],
+    function: Callable[..., T],
+) -> Callable[..., T]:
+    """Return `function`, checkpointed with these settings whenever it is called."""
+
+    @functools.wraps(function, updated=())
+    def checkpointed(*args: Any, **kwargs: Any) -> T:
+        return _checkpoint(function, args, kwargs, schedule, context_fn, options)
+
+    return checkpointed
+
+
+def _checkpoint(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    schedule: Schedule | None,
+    context_fn: Callable[[], Any] | None,
+    options: dict[str, Any],
+) -> T:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    ledger = RegionLedger(getattr(function, "__qualname__", type(function).__qualname__))
+    if context_fn is not None:
+        context_fn = with_offload(context_fn, lambda: schedule or Schedule(HostStore()), ledger)
+    return run_region(
+        function,
+        args,
+        kwargs,
+        ledger=ledger,
+        schedule=schedule,
+        context_fn=context_fn or noop_context_fn,
+        **options,
+    )
+
+
+@disable_dynamo
+def run_region(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    ledger: RegionLedger,
+    schedule: Schedule | None,
+    skip: Callable[[torch.Tensor], bool] | None = None,
+    module: torch.nn.Module | None = None,
+    **options: Any,
+) -> T:
+    """One checkpointed call, with its counts. Its inputs go to the schedule's store; None leaves them on the device.
+
+    `module` is the one whose forward it is, where the function does not tell.
+
+    In a compiled function it is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
+    """
+    function, args, kwargs = _unbind(function, args, kwargs)
+    function = run_once_for_buffers(function, module)
+    tensors, tree = flatten((args, kwargs))
+    replay = _Replay(function, args, kwargs, tree, ledger)
+    del args, kwargs
+    ledger.forwards += 1
+    is_nested = is_inside_checkpoint()
+    ledger.nested += is_nested
+    if schedule is None or is_nested:
+        return non_reentrant_checkpoint(replay, *tensors, **options)  # type: ignore[no-any-return]
+    if options.get("respect_saved_tensors_hooks") is None:
+        options["respect_saved_tensors_hooks"] = False  # the hooks around the call are ours: torch need not ask
+    call = schedule.begin(ledger, skip)
+    replay.on_entry = call.on_packed
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+            result: T = non_reentrant_checkpoint(replay, *tensors, **options)
+    except BaseException:
+        schedule.forget(call)
+        raise
+    call.on_submitted()
+    return result
+
+
+def _unbind(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    while isinstance(function, functools.partial):
+        function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
+    return function, args, kwargs
+
+
+class _Replay:
+    """The function that torch's checkpoint runs: first on the arguments as they came, later on restored tensors.
+
+    After the first run it holds the tree of the arguments, but none of their tensors.
+    """
+
+    __slots__ = ("_first", "_function", "_ledger", "_tree", "on_entry")
+
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tree: TensorTree, ledger: RegionLedger
+    ) -> None:
+        self._function = function
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._tree = tree
+        self._ledger = ledger
+        self.on_entry: Callable[[], None] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            if self.on_entry is not None:
+                on_entry, self.on_entry = self.on_entry, None
+                on_entry()
+            return self._function(*args, **kwargs)
+        args, kwargs = self._tree.unflatten(tensors)
+        self._ledger.recomputes += 1
+        try:
+            return self._function(*args, **kwargs)
+        except RuntimeError as error:
+            raise recomputation_stop(error) from error

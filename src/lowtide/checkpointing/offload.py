@@ -1,0 +1,105 @@
+"""`lowtide.offload`: what autograd saves inside it waits in a store, without recompute."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lowtide._torch import is_inside_checkpoint
+from lowtide.checkpointing.schedule import IN_FLIGHT, Packed, RegionCall, Schedule, as_schedule
+from lowtide.counters import RegionLedger
+from lowtide.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+    from typing import Any, Self
+
+    from lowtide.checkpointing.schedule import Packed, Schedule
+    from lowtide.stores import Store
+
+
+class offload:  # noqa: N801  (a context manager, used like a function)
+    """Offload every tensor that autograd saves in this context.
+
+    Parameters and tensors under 4 KiB stay on the device, and with a store or a `Schedule` so does the last tensor,
+    which backward needs first. Inside a checkpoint it does nothing: there, saved tensors are recomputed and never kept.
+
+        with lowtide.offload("host"):
+            loss = model(batch)
+        loss.backward()
+    """
+
+    __module__ = "lowtide"
+
+    def __init__(self, store: Literal["host"] | Store | Schedule = "host") -> None:
+        schedule = as_schedule(store)
+        if schedule is None:
+            raise InvalidValueError('offload needs a store: "host", or a store object')
+        self.ledger = RegionLedger("offload")
+        self._offloader = PerTensorOffloader(schedule)
+        self._hooks: AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def __enter__(self) -> Self:
+        self._hooks = offload_hooks(self._offloader, self.ledger)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        self._offloader.flush()
+        if kind is None:
+            self._offloader.check()
+
+
+def offload_hooks(offloader: PerTensorOffloader, ledger: RegionLedger) -> AbstractContextManager[Any]:
+    """Hooks that put saved tensors on an offloader. Inside a checkpoint there is nothing to hook: nothing is kept."""
+    if is_inside_checkpoint():
+        ledger.nested += 1
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: offloader.pack(tensor, ledger), _unpack)
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.call.unpack(packed)
+
+
+class PerTensorOffloader:
+    """Offloads tensors one by one, where there are no regions to go by; a bounded number of copies is in flight."""
+
+    def __init__(self, schedule: Schedule, skip: Callable[[torch.Tensor], bool] | None = None) -> None:
+        self._schedule = schedule
+        self._skip = skip
+        self._in_flight: collections.deque[RegionCall] = collections.deque()
+        self._on_host: torch.Tensor | None = None
+        self._moves_something = False
+
+    def pack(self, tensor: torch.Tensor, ledger: RegionLedger) -> Packed:
+        """Take a tensor; the one before it starts to move."""
+        call = self._schedule.begin(ledger, self._skip, ahead=IN_FLIGHT)
+        packed = call.pack(tensor)
+        call.on_packed()
+        self._on_host = self._on_host if call.on_host is None else call.on_host
+        self._moves_something |= call.moves_something
+        self._in_flight.append(call)
+        if len(self._in_flight) > IN_FLIGHT:
+            self._in_flight.popleft().on_submitted()
+        return packed
+
+    def check(self) -> None:
+        """Ask the store what it says if all that came since the last time is in host memory already."""
+        on_host, self._on_host = self._on_host, None
+        moved, self._moves_something = self._moves_something, False
+        if on_host is not None and not moved:
+            self._schedule.store.require_useful(on_host)
+
+    def flush(self) -> None:
+        """Nothing more comes: give back all memory whose copy was started."""
+        while self._in_flight:
+            self._in_flight.popleft().on_submitted()

@@ -1,0 +1,296 @@
+"""The plain facts: versions, accelerator, memory, disk, compiler.
+
+The known traps: patches, versions and limits under which training goes wrong, often without a word.
+
+A hazard is reported only if it is really there: a function that was replaced in this process, a package of a version
+that shows the fault. Each says what happens, and what to do.
+
+What is on this machine, and which known traps are set: the data behind `lowtide doctor`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import torch.utils.checkpoint
+from packaging.specifiers import SpecifierSet
+
+from lowtide import compat, simdevice
+from lowtide._version import __version__
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One line of the report."""
+
+    group: str
+    name: str
+    value: str
+    note: str = ""
+
+
+def gather_facts() -> list[Fact]:
+    """All facts, grouped in the order in which they are shown."""
+    return [*_software(), *_accelerator(), *_host(), *_emulated_device()]
+
+
+def _software() -> list[Fact]:
+    facts = [
+        Fact("software", "lowtide", __version__),
+        Fact("software", "python", platform.python_version(), sys.executable),
+    ]
+    for package, tested in compat.TESTED.items():
+        version = compat.installed_version(package)
+        same = version is not None and version.public == tested.public
+        note = "" if same else f"tested with {tested}"
+        facts.append(Fact("software", package, "not installed" if version is None else str(version), note))
+    return facts
+
+
+def _accelerator() -> list[Fact]:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return [Fact("accelerator", "device", "none", "the emulated device needs none")]
+    facts = [Fact("accelerator", "device", f"{torch.accelerator.device_count()} x {device.type}", _device_name(device))]
+    free, total = torch.accelerator.get_memory_info()
+    facts.append(Fact("accelerator", "memory", format_bytes(total), f"{format_bytes(free)} free"))
+    return facts
+
+
+def _device_name(device: torch.device) -> str:
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(0)) if hasattr(module, "get_device_name") else ""
+
+
+def _host() -> list[Fact]:
+    memory = psutil.virtual_memory()
+    scratch = Path(tempfile.gettempdir())
+    disk = shutil.disk_usage(scratch)
+    return [
+        Fact("host", "cores", str(psutil.cpu_count(logical=False) or psutil.cpu_count())),
+        Fact("host", "memory", format_bytes(memory.total), f"{format_bytes(memory.available)} available"),
+        Fact("host", "pinned memory", _pinned_memory(), "where offloaded activations live"),
+        Fact("host", "disk", f"{format_bytes(disk.free)} free", f"in {scratch} ({_file_system(scratch)})"),
+    ]
+
+
+def _pinned_memory() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "no limit" if soft == resource.RLIM_INFINITY else f"limit {format_bytes(soft)}"
+    if not torch.accelerator.is_available():
+        return f"needs an accelerator ({limit} of locked memory)"
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        return f"failed: {str(error).splitlines()[0]}"
+    return f"works ({limit} of locked memory)"
+
+
+def _file_system(path: Path) -> str:
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[parent] for parent in [path, *path.parents] if parent in mounts), "unknown")
+
+
+def _emulated_device() -> list[Fact]:
+    tools = simdevice.toolchain()
+    return [
+        Fact("emulated device", "compiler", tools.compiler or "not found", "" if tools.compiler else "install g++"),
+        Fact("emulated device", "ninja", tools.ninja or "not found", "" if tools.ninja else "pip install lowtide[sim]"),
+        Fact("emulated device", "library", "built" if tools.built else "built on first use", str(tools.cache)),
+    ]
+
+
+class Severity(enum.StrEnum):
+    ERROR = "error"
+    """Lowtide cannot work."""
+    WARNING = "warning"
+    """Something here gives wrong or no results."""
+    NOTE = "note"
+    """An installed package has a fault that shows only if you use that part of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hazard:
+    severity: Severity
+    title: str
+    detail: str
+    remedy: str
+
+
+def find_hazards() -> list[Hazard]:
+    """All hazards of this process, the worst first."""
+    found = [*_versions(), *_replaced_checkpoint(), *_limits(), *_known_faults()]
+    return sorted(found, key=lambda hazard: list(Severity).index(hazard.severity))
+
+
+def _versions() -> Iterator[Hazard]:
+    for package, minimum in compat.MINIMUM.items():
+        version = compat.installed_version(package)
+        if version is None or version >= minimum:
+            continue
+        yield Hazard(
+            Severity.ERROR if package == "torch" else Severity.WARNING,
+            f"{package} {version} is too old",
+            f"Lowtide supports {package} {minimum} and later.",
+            f"pip install '{package}>={minimum}'",
+        )
+
+
+def _replaced_checkpoint() -> Iterator[Hazard]:
+    module = torch.utils.checkpoint
+    if _is_foreign(module.CheckpointFunction):
+        yield Hazard(
+            Severity.WARNING,
+            f"torch.utils.checkpoint.CheckpointFunction was replaced by {_origin(module.CheckpointFunction)}",
+            "Non-reentrant checkpointing never calls it, so whatever the replacement does (CPU offload, most often) "
+            "silently does not happen there; transformers 5 is non-reentrant by default.",
+            "use lowtide.checkpoint, or undo the patch",
+        )
+    for name, function in _checkpoint_functions():
+        if _is_foreign(function):
+            yield Hazard(
+                Severity.WARNING,
+                f"{name} was replaced by {_origin(function)}",
+                "Everybody in this process who checkpoints gets the replacement, also on models that it was not made "
+                "for, and a second patch wraps the first.",
+                "keep one owner of the checkpoint function in a process",
+            )
+
+
+def _checkpoint_functions() -> Iterator[tuple[str, Any]]:
+    """Torch's function, and the reference that transformers keeps to it, if it is imported."""
+    yield "torch.utils.checkpoint.checkpoint", torch.utils.checkpoint.checkpoint
+    kept = getattr(sys.modules.get("transformers.modeling_utils"), "checkpoint", None)
+    if kept is not None:
+        yield "transformers.modeling_utils.checkpoint", kept
+
+
+def _code(thing: Any) -> CodeType | None:
+    """The code behind a function or an autograd function. Names can be copied (functools.wraps does); code cannot."""
+    return getattr(getattr(thing, "forward", thing), "__code__", None)
+
+
+def _is_foreign(thing: Any) -> bool:
+    code = _code(thing)
+    return code is None or not Path(code.co_filename).is_relative_to(Path(torch.__file__).parent)
+
+
+def _origin(thing: Any) -> str:
+    code = _code(thing)
+    if code is None:
+        return type(thing).__qualname__
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _limits() -> Iterator[Hazard]:
+    if "microsoft" in platform.release().lower():
+        yield Hazard(
+            Severity.WARNING,
+            "WSL2 limits pinned memory",
+            "The driver pins only a part of the machine's memory, and then fails.",
+            "cap the host tier, or run on Linux itself",
+        )
+    if _keeps_freed_memory():
+        yield Hazard(
+            Severity.NOTE,
+            "a process on the CPU seems to hold memory that it has freed",
+            "There is no accelerator here, and glibc keeps freed blocks of up to 32 MiB for itself: what recompute and "
+            "the disk tier free does not go back to the system, and a peak of resident memory says nothing.",
+            "start Python with MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=262144",
+        )
+
+
+def _keeps_freed_memory() -> bool:
+    if torch.accelerator.is_available() or platform.libc_ver()[0] != "glibc":
+        return False
+    return "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fault:
+    package: str
+    versions: SpecifierSet
+    title: str
+    detail: str
+    remedy: str
+
+
+_FAULTS = (
+    _Fault(
+        "accelerate",
+        SpecifierSet("<=1.15.0"),
+        "FSDP2 activation checkpointing does not keep the random state",
+        "It passes preserve_rng_state=False: with dropout, the recomputed forward draws another mask and the gradients "
+        "are wrong, with no error.",
+        "leave fsdp_activation_checkpointing off when the model has dropout (LoRA dropout included)",
+    ),
+    _Fault(
+        "trl",
+        SpecifierSet("<=1.16.0"),
+        "activation_offloading keeps one tracker per process",
+        "Two forwards before a backward, and retain_graph, fail.",
+        "use it only with one forward per backward",
+    ),
+    _Fault(
+        "deepspeed",
+        SpecifierSet("<=0.19.8"),
+        "TiledFusedLogitsLoss does not scale the head's gradient",
+        "Backward multiplies the hidden states' gradient by what comes from above, and not the head's: a division by "
+        "tokens, gradient accumulation and a GradScaler do not reach the head.",
+        "do not train the head with it",
+    ),
+    _Fault(
+        "axolotl",
+        SpecifierSet("<0.20"),
+        "activation_offloading: disk goes to the CPU",
+        "The setting is accepted, and the activations stay in host memory.",
+        "use Lowtide's plugin with 'lowtide: recompute+offload(disk=/scratch)'",
+    ),
+)
+
+
+def _known_faults() -> Iterator[Hazard]:
+    for fault in _FAULTS:
+        version = compat.installed_version(fault.package)
+        if version is not None and version in fault.versions:
+            yield Hazard(Severity.NOTE, f"{fault.package} {version}: {fault.title}", fault.detail, fault.remedy)
+
+
+__all__ = ["Diagnosis", "Fact", "Hazard", "Severity", "examine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Everything `lowtide doctor` knows."""
+
+    facts: list[Fact]
+    hazards: list[Hazard]
+
+    @property
+    def ok(self) -> bool:
+        """Whether Lowtide can work here: warnings do not count, errors do."""
+        return all(hazard.severity is not Severity.ERROR for hazard in self.hazards)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+
+def examine() -> Diagnosis:
+    """Look at this process and this machine. Nothing is imported, installed, compiled or changed."""
+    return Diagnosis(facts=gather_facts(), hazards=find_hazards())

@@ -1,0 +1,138 @@
+"""The public function: checks, shapes, tile size, autocast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.nn import functional as F
+
+from lowtide._torch import disable_dynamo
+from lowtide.errors import InvalidValueError
+from lowtide.losses.autograd import ReducedLoss, TokenLosses
+from lowtide.losses.liger import use_liger
+from lowtide.losses.tile_loss import LossOptions
+from lowtide.units import parse_tokens
+
+if TYPE_CHECKING:
+    from lowtide.losses.liger import Kernel
+
+TILE_BYTES = 128 * 1024**2
+"""The default tile: as many tokens as have logits of this size in single precision ..."""
+
+LEAST_TOKENS = 256
+"""... but not fewer than this, for each tile passes over the whole weight."""
+
+
+@disable_dynamo
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    logit_softcap: float | None = None,
+    logit_scale: float | None = None,
+    shift: bool = False,
+    tokens: int | str = "auto",
+    kernel: Kernel = "auto",
+) -> torch.Tensor:
+    """The cross entropy of `hidden @ weight.T + bias` against `labels`; the logits exist for one tile at a time.
+
+    `hidden` is `[..., width]`, `weight` `[classes, width]`, `labels` `[...]`. `reduction` means what it means in
+    `torch.nn.functional.cross_entropy`: a mean divides the sum over all valid tokens once by their number, and is 0
+    (not NaN) with zero gradients if every label is ignored. `logit_scale` multiplies the logits, then `logit_softcap`
+    bends them (`softcap * tanh(logits / softcap)`). With `shift=True` each token is compared with the label after it.
+
+    A mean or a sum costs the same three matrix products as the plain loss. Losses per token (`"none"`) cost one more in
+    backward. Sums over tiles are kept in single precision.
+
+    `kernel="auto"` takes Liger's fused kernel for a mean or a sum on CUDA if liger-kernel is installed, no tile size is
+    given and the logits are neither scaled nor bent; else, or with `"torch"`, plain torch.
+    """
+    options = LossOptions(ignore_index, label_smoothing, logit_softcap, logit_scale)
+    _check_words(reduction, tokens, kernel)
+    _check_options(options)
+    _check_tensors(hidden, weight, labels, bias)
+    if shift:
+        labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if not torch.is_grad_enabled():
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    hidden, weight, bias = as_autocast_would(hidden, weight, bias)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat_labels = labels.reshape(-1).to(hidden.device, torch.int64)
+    size = tile_tokens(weight.shape[0], tokens)
+    if reduction == "none":
+        return TokenLosses.apply(flat, weight, bias, flat_labels, options, size).view(labels.shape)  # type: ignore[no-any-return, no-untyped-call]
+    fused = tokens == "auto" and use_liger(kernel, flat, options)
+    return ReducedLoss.apply(flat, weight, bias, flat_labels, options, reduction, None if fused else size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+linear_cross_entropy.__module__ = "lowtide"
+
+
+def tile_tokens(classes: int, tokens: int | str) -> int:
+    """The tokens of a tile: given, or from bytes."""
+    size = max(LEAST_TOKENS, TILE_BYTES // (4 * classes)) if tokens == "auto" else parse_tokens(tokens)
+    if size < 1:
+        raise InvalidValueError(f"a tile needs at least one token, got tokens={tokens!r}")
+    return size
+
+
+def count_tiles(hidden: torch.Tensor, size: int, tokens: int | str, options: LossOptions, reduction: str) -> int:
+    """In how many tiles a loss is made. A fused kernel cuts by itself: that counts as one."""
+    is_fused = tokens == "auto" and reduction != "none" and use_liger("auto", hidden, options)
+    return 1 if is_fused else max(1, -(-hidden.shape[:-1].numel() // size))
+
+
+def _check_words(reduction: str, tokens: int | str, kernel: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise InvalidValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if kernel not in ("auto", "torch", "liger"):
+        raise InvalidValueError(f"kernel must be 'auto', 'torch' or 'liger', got {kernel!r}")
+    if kernel == "liger" and (reduction == "none" or tokens != "auto"):
+        raise InvalidValueError("kernel='liger' makes a mean or a sum, in tiles of its own size")
+
+
+def _check_options(options: LossOptions) -> None:
+    for name, value in options._asdict().items():
+        if isinstance(value, torch.Tensor):
+            raise InvalidValueError(
+                f"{name} must be a number: a tensor would get no gradient. Give {name}.item(), or, for a scale that "
+                "learns, multiply the hidden states with it"
+            )
+    if not 0 <= options.label_smoothing <= 1:
+        raise InvalidValueError(f"label_smoothing must be between 0 and 1, got {options.label_smoothing}")
+    if options.logit_softcap is not None and options.logit_softcap <= 0:
+        raise InvalidValueError(f"logit_softcap must be positive, got {options.logit_softcap}")
+
+
+def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:  # noqa: PLR2004  ([classes, width])
+        raise InvalidValueError(
+            f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}: [..., width] and [classes, width]"
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise InvalidValueError(f"labels {tuple(labels.shape)} must have one entry per token of {tuple(hidden.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidValueError(f"bias {tuple(bias.shape)} must have one entry per class of {tuple(weight.shape)}")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise InvalidValueError(f"labels must be class numbers (int64), got {labels.dtype}")
+
+
+def as_autocast_would(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Autocast acts on operations, and the node's inside is none: its inputs are cast here, once."""
+    kind = hidden.device.type
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if enabled and hidden.dtype is not torch.double:
+        dtype = torch.get_autocast_dtype(kind)
+        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        types = f"hidden is {hidden.dtype}, weight {weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
+        raise InvalidValueError(f"{types}: give them the same type")
+    return hidden, weight, bias

@@ -1,0 +1,87 @@
+"""Saves, sets and puts back the random generators: torch's on the CPU and on devices, Python's and NumPy's.
+
+A recompute restores what its first run found (`RandomState`); an audit and the zoo run every step from one seed and
+leave the caller's generators as they were. `torch.manual_seed` is avoided throughout: it seeds every device of the
+machine, and what is not touched need not be put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lowtide.modules import device_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+class RandomState:
+    """The state of the CPU's generator and of those of the devices that some tensors live on."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._device = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), None)
+        self._cpu = torch.get_rng_state()
+        self._devices, self._states = get_device_states(*tensors) if self._device else ([], [])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RandomState) or self._devices != other._devices:
+            return NotImplemented
+        mine, others = [self._cpu, *self._states], [other._cpu, *other._states]
+        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set this state inside, and put back afterwards what was there before."""
+        with torch.random.fork_rng(self._devices, device_type=self._device or "cuda"):
+            torch.set_rng_state(self._cpu)
+            if self._device:
+                set_device_states(self._devices, self._states, device_type=self._device)
+            yield
+
+
+def set_seed(seed: int, devices: list[torch.device]) -> None:
+    """Seed Python's, NumPy's and the CPU's generators, and those of `devices`."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (models draw from this one)
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        state = torch.Generator(device).manual_seed(seed).get_state()
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def preserved_generators(model: nn.Module) -> Iterator[list[torch.device]]:
+    """Put back every generator that a step of `model` may draw from, and hand out the model's accelerator devices."""
+    kind = device_of(model).type
+    devices = sorted({p.device for p in model.parameters() if p.device.type == kind != "cpu"}, key=str)
+    with _preserved(devices):
+        yield devices
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from this seed inside, on the CPU alone; the caller's generators are as they were afterwards."""
+    with _preserved([]):
+        set_seed(seed, [])
+        yield
+
+
+@contextlib.contextmanager
+def _preserved(devices: list[torch.device]) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

@@ -1,0 +1,129 @@
+"""What an operation costs: FLOPs and bytes moved, and from these seconds on a roofline.
+
+FLOPs come from torch's own `flop_registry`. Every other kernel is bound by memory: it reads its inputs and writes its
+results once; what it overwrites is not read. Causal attention does half of the square.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from lowtide._torch import operator_of, schema_of
+from lowtide.simulation.values import is_blank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+
+
+class Cost(NamedTuple):
+    """Of one operation."""
+
+    flops: float = 0.0
+    nbytes: int = 0
+    kind: str = "memory"
+    """`matmul`, `attention`, `attention_backward` or `memory`."""
+    direction: str | None = None
+    """For a copy over the link: `to_host` or `to_device`."""
+    blocking: bool = False
+    single_precision: bool = False
+
+
+_FREE = frozenset(
+    {
+        aten.view,
+        aten._unsafe_view,
+        aten.t,
+        aten.transpose,
+        aten.expand,
+        aten.slice,
+        aten.select,
+        aten.unsqueeze,
+        aten.squeeze,
+        aten.as_strided,
+        aten.detach,
+        aten.permute,
+        aten.alias,
+        aten.split,
+        aten.split_with_sizes,
+        aten.unbind,
+        aten.lift_fresh,
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.chunk,
+        aten.narrow,
+        aten.set_,
+        aten._local_scalar_dense,
+    }
+)
+
+_COPIES = frozenset({aten._to_copy, aten.copy_})
+
+_OVERWRITES = frozenset({aten.copy_, aten.fill_, aten.zero_})
+"""Their first argument is only written."""
+
+
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: list[torch.Tensor]) -> Cost:
+    """Of an operation, all of whose tensors are given too. Views cost nothing, and neither does work of the host."""
+    kind, count = _nature(func)
+    if kind == "free":
+        return Cost()
+    here = [tensor for tensor in tensors if is_blank(tensor)]
+    if not here:
+        return Cost()
+    if kind == "copy":
+        if len(here) < len(tensors):
+            return _transfer(operator_of(func), args, kwargs, out)
+        kind = "memory"
+    nbytes = sum(_touched(tensor) for tensor in here)
+    if operator_of(func) in _OVERWRITES and is_blank(args[0]):
+        nbytes -= _touched(args[0])
+    flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
+    if kind.startswith("attention") and _is_causal(func, args, kwargs):
+        flops /= 2
+    return Cost(flops, nbytes, kind, single_precision=here[0].dtype is torch.float32)
+
+
+@functools.cache
+def _nature(func: Any) -> tuple[str, Callable[..., Any] | None]:
+    """`free`, `copy` or a cost's kind, and how its FLOPs are counted: the same whenever it is called."""
+    packet = operator_of(func)
+    if packet in _FREE:
+        return "free", None
+    if packet in _COPIES:
+        return "copy", None
+    count = flop_registry.get(packet)
+    if count is None:
+        return "memory", None
+    name = packet.__name__
+    if "attention" not in name:
+        return "matmul", count
+    return ("attention_backward" if "backward" in name else "attention"), count
+
+
+def _transfer(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    target = args[0] if packet is aten.copy_ else out
+    waits = not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2]))  # noqa: PLR2004
+    direction = "to_device" if is_blank(target) else "to_host"
+    return Cost(nbytes=target.nbytes, direction=direction, blocking=waits)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """An expanded tensor is read from its storage, however large it looks."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in schema_of(func).arguments]
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))

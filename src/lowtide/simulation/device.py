@@ -1,0 +1,73 @@
+"""What a simulated step finds around it: a virtual device, and the kernels that a real one would take.
+
+Every patch is made on entering and undone on leaving. A plan still runs this in a process of its own, so that even an
+interrupted one leaves nothing behind in the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from lowtide._torch import import_dynamo, no_dispatch_modes
+from lowtide.applying import tile_runtime
+from lowtide.simulation.clock import Event, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lowtide.simulation.attention import Attention
+    from lowtide.simulation.clock import Clock
+
+
+@contextlib.contextmanager
+def simulated_device(clock: Clock, attention: Attention) -> Iterator[None]:
+    """Inside, the accelerator's streams are those of `clock`, and attention takes the accelerator's kernels."""
+    import_dynamo()  # the first operation would import it, and it inherits from torch.Stream
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in _patches(clock, attention):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield
+
+
+def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any]]:
+    yield torch, "tensor", _tensor_through_the_dispatcher
+    yield torch, "autocast", _autocast
+    yield torch.nn.functional, "scaled_dot_product_attention", attention
+    yield torch, "Stream", lambda device=None, **_: Stream(clock)  # noqa: ARG005
+    yield torch, "Event", lambda *_, **__: Event(clock)
+    yield torch.accelerator, "current_stream", lambda *_: clock.current
+    yield torch.accelerator, "synchronize", lambda *_: clock.synchronize()
+    yield torch.accelerator, "is_available", lambda: True
+    # Its trial compares numbers, and there are none; a real run makes it once, on a few tokens.
+    yield tile_runtime, "check_token_wise", lambda *_: None
+    for name in ("transformers.masking_utils", "transformers.modeling_attn_mask_utils"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "is_tracing"):  # else it would build the square of a causal mask
+            yield module, "is_tracing", lambda *_: False
+
+
+_torch_tensor, _torch_autocast = torch.tensor, torch.autocast
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autocast`, which models switch off around parts that need precision. Blank tensors know none."""
+    return contextlib.nullcontext() if device_type == "meta" else _torch_autocast(device_type, *args, **kwargs)
+
+
+def _tensor_through_the_dispatcher(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """`torch.tensor` puts numbers into memory behind the ledger's back: here, the copy to the device is seen."""
+    numbers = _plain(data)
+    with no_dispatch_modes():
+        real = _torch_tensor(numbers, *args, **kwargs)
+    return real if device is None else real.to(device)
+
+
+def _plain(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.tolist()
+    return [_plain(item) for item in data] if isinstance(data, list | tuple) else data

@@ -1,0 +1,148 @@
+"""The storage-lifetime ledger: every byte of a simulated step, from its first operation to its last reference.
+
+A dispatch mode sees each operation's results. A storage that it has not seen before is an allocation; a finalizer on
+the storage is its release. What is written down is a list of events, in order; peaks, owners, the timeline and the
+bytes that a caching allocator would reserve are all read out of that list afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch import TorchDispatchMode, operator_of, storage_key
+from lowtide.recording import Event, Moment, Owner, tensors_in, tensors_of
+from lowtide.simulation import values
+from lowtide.simulation.attention import workspace_of
+from lowtide.simulation.costs import cost_of
+from lowtide.simulation.meta_tensors import Shapes
+
+if TYPE_CHECKING:
+    from lowtide.hardware.accelerators import Rates
+    from lowtide.simulation.clock import Clock
+    from lowtide.simulation.costs import Cost
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records a step. `rounding` is the unit of the allocator; host memory is counted to the byte."""
+
+    def __init__(self, clock: Clock, rates: Rates, device: torch.device, rounding: int = 512) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.clock = clock
+        self.rates = rates
+        self.device = device
+        self.rounding = rounding
+        self.events: list[Event] = []
+        self.operations = 0
+        self.phase = "build"
+        self.blocks: list[str] = [""]
+        self.logits_width = 0
+        self.stored_as: dict[int, int] = {}
+        """Bytes of weights that are kept in another form (4 bits, a shard), by storage."""
+        self.quantized: set[int] = set()
+        """Those of them that are unpacked for every product."""
+        self._shapes = Shapes()
+        self._numbers = itertools.count()
+        self._known: dict[int, tuple[int, int, str, Owner]] = {}
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.phase, self.blocks[-1])
+
+    def claim(self, tensor: torch.Tensor, kind: str, block: str | None = None) -> None:
+        """Say whose a tensor is; it is counted from now on if it was not before."""
+        owner = Owner(kind, self.moment.region if block is None else block)
+        cdata = storage_key(tensor.untyped_storage())
+        if cdata not in self._known:
+            self._allocate(tensor, owner)
+            return
+        number, size, place, _ = self._known[cdata]
+        self._known[cdata] = (number, size, place, owner)
+        self._write(0, number, place, owner)
+
+    def waive(self, tensor: torch.Tensor) -> None:
+        """Its memory is counted elsewhere."""
+        number, size, place, owner = self._known[storage_key(tensor.untyped_storage())]
+        self._known[storage_key(tensor.untyped_storage())] = (number, 0, place, owner)
+        self._write(-size, number, place, owner)
+
+    def hold(self, nbytes: int, kind: str, block: str | None = None) -> _Release:
+        """Bytes that no tensor stands for (a workspace, a bucket, gathered weights), until the result is called."""
+        owner = Owner(kind, self.moment.region if block is None else block)
+        number = next(self._numbers)
+        size = self._rounded(nbytes)
+        self._write(size, number, "device", owner)
+        return _Release(self, size, number, owner)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks. Nothing is compiled here, and keeping its compiler out would cost a call per operation."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        self.operations += 1
+        if operator_of(func) is torch.ops.aten.record_stream:
+            return None  # a hint to the allocator, which the engine gives only off the compute stream
+        inputs = tensors_of(args, kwargs)
+        out = values.run(func, args, kwargs, inputs, self._shapes)
+        results = tensors_in((out,))
+        for tensor in results:
+            if storage_key(tensor.untyped_storage()) not in self._known:
+                self._allocate(tensor, self._owner_of(tensor))
+        workspace = workspace_of(operator_of(func), args, self.quantized)
+        if workspace:
+            self.hold(workspace, "workspace")()
+        self._charge(cost_of(func, args, kwargs, out, inputs + results))
+        return out
+
+    def _owner_of(self, tensor: torch.Tensor) -> Owner:
+        is_logits = self.logits_width and tensor.dim() and tensor.shape[-1] == self.logits_width
+        kind = "optimizer" if self.phase == "optimizer" else "logits" if is_logits else "activations"
+        return Owner(kind, self.moment.region)
+
+    def _allocate(self, tensor: torch.Tensor, owner: Owner) -> None:
+        storage = tensor.untyped_storage()
+        place = "device" if tensor.device.type == self.device.type else "host"
+        nbytes = self.stored_as.get(storage_key(storage), storage.nbytes())
+        size = self._rounded(nbytes) if place == "device" else nbytes
+        number = next(self._numbers)
+        self._known[storage_key(storage)] = (number, size, place, owner)
+        weakref.finalize(storage, self._release, storage_key(storage)).atexit = False
+        self._write(size, number, place, owner)
+
+    def _release(self, cdata: int) -> None:
+        number, size, place, owner = self._known.pop(cdata)
+        self._write(-size, number, place, owner)
+
+    def _write(self, change: int, number: int, place: str, owner: Owner) -> None:
+        self.events.append(Event(change, number, place, owner, self.moment, self.clock.compute.time))
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.rounding) * self.rounding
+
+    def _charge(self, cost: Cost) -> None:
+        if cost.direction is not None:
+            self.clock.copy(cost.nbytes, cost.direction, blocking=cost.blocking)
+        elif cost.nbytes:
+            self.clock.kernel(self.rates.seconds(cost), cost.kind)
+
+
+class _Release:
+    """Gives held bytes back, once."""
+
+    def __init__(self, ledger: Ledger, size: int, number: int, owner: Owner) -> None:
+        self._ledger: Ledger | None = ledger
+        self._event = (-size, number, "device", owner)
+
+    def __call__(self) -> None:
+        if self._ledger is not None:
+            self._ledger._write(*self._event)
+            self._ledger = None

@@ -1,0 +1,242 @@
+"""Knows which region runs, in forward and in backward, without a place in the graph.
+
+In forward, module hooks tell. In backward, a hook on the tensor that a region returned fires when its gradient is
+ready, which is when the region's own backward begins; a hook on the tensor that it was given fires at its end.
+
+One simulated training step: the real model, the real engine, no numbers.
+
+Everything on the simulated device is a tensor of torch's meta device: it has a shape and no memory. The optimizer's
+states exist before the step begins, as in every step of a training run but the first.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch import pytree
+from lowtide.applying import apply
+from lowtide.errors import NoRegionError, PlanError
+from lowtide.recording import tensors_in
+from lowtide.regions import find_head, find_regions
+from lowtide.simulation.attention import Attention
+from lowtide.simulation.clock import DEVICE, Clock
+from lowtide.simulation.device import simulated_device
+from lowtide.simulation.ledger import Ledger
+from lowtide.simulation.parallel import Parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+    from torch import nn
+
+    from lowtide.hardware.accelerators import Accelerator
+    from lowtide.policy import Policy
+    from lowtide.recording import Event
+    from lowtide.regions import Region
+    from lowtide.targets.job import Job
+
+    MakeBatch = Callable[[nn.Module, torch.device], Any]
+    """Gives what the model is called with: keywords, arguments, or one argument."""
+
+
+class RegionTracker:
+    """Tells the ledger and the engine's model where the step is."""
+
+    def __init__(self, ledger: Ledger, regions: list[Region], parallel: Parallel) -> None:
+        self.ledger = ledger
+        self._regions = regions
+        self._parallel = parallel
+        self._handles: list[Any] = []
+        self._entered = 0.0
+        self.seconds: dict[str, dict[str, float]] = collections.defaultdict(dict)
+
+    def __enter__(self) -> Self:
+        for region in self._regions:
+            name, module = region.name, region.module
+            self._handles.append(module.register_forward_pre_hook(self._on_entry(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._on_exit(name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_entry(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._parallel.enter(name, "forward")
+            self.ledger.blocks.append(name)
+            self._entered = self.ledger.clock.compute.time
+            tensor = _differentiable((args, kwargs))
+            if tensor is not None:
+                tensor.register_hook(lambda _: self._leave_backward(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _on_exit(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            self.ledger.blocks.pop()
+            self._note("forward", name)
+            self._parallel.leave(name, "forward")
+            tensor = _differentiable(output)
+            if tensor is not None:
+                tensor.register_hook(lambda _: self._enter_backward(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _enter_backward(self, name: str) -> None:
+        if self.ledger.blocks[-1] != name:
+            if self.ledger.blocks[-1]:
+                self._leave_backward(self.ledger.blocks[-1])
+            self.ledger.blocks[:] = [name]
+            self._entered = self.ledger.clock.compute.time
+            self._parallel.enter(name, "backward")
+
+    def _leave_backward(self, name: str) -> None:
+        if self.ledger.blocks[-1] == name:
+            self.ledger.blocks[:] = [""]
+            self._note("backward", name)
+            self._parallel.leave(name, "backward")
+
+    def end_backward(self) -> None:
+        """Backward is over. The first region's may have had no input to tell of its end: frozen embeddings."""
+        if self.ledger.blocks[-1]:
+            self._leave_backward(self.ledger.blocks[-1])
+
+    def _note(self, phase: str, name: str) -> None:
+        so_far = self.seconds[phase].get(name, 0.0)
+        self.seconds[phase][name] = so_far + self.ledger.clock.compute.time - self._entered
+
+
+def _differentiable(tree: Any) -> torch.Tensor | None:
+    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return next((tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()), None)
+
+
+@dataclasses.dataclass
+class Recording:
+    """What a simulated step did."""
+
+    events: list[Event]
+    start: int
+    """The first event of the step itself; what is before it was there already."""
+    seconds: float
+    busy: dict[str, float]
+    """Seconds of work by kind of kernel and by direction of the link."""
+    kernels: dict[str, int]
+    """Attention kernels that were picked."""
+    operations: int
+    stored_bytes: int
+    """The most bytes that the offload store held."""
+    packed: dict[str, int]
+    """Bytes that each region handed to the store."""
+    region_seconds: dict[str, dict[str, float]]
+    """Seconds of compute by phase and region."""
+
+
+def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
+    """One step of `model` (built on meta) under `policy`."""
+    clock = Clock(link_bytes_per_second=accelerator.link_rate)
+    attention = Attention(job.attention, has_flash=accelerator.has_flash)
+    ledger = Ledger(clock, accelerator.rates, DEVICE)
+    with simulated_device(clock, attention):
+        model.to(DEVICE)
+        return record(model, make_batch, job, policy, ledger, attention, accelerator)
+
+
+def record(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    job: Job,
+    policy: Policy,
+    ledger: Ledger,
+    attention: Attention,
+    accelerator: Accelerator | None = None,
+) -> Recording:
+    """The step itself, inside a simulated device."""
+    model.train()
+    parallel = Parallel(model, job, ledger, accelerator)
+    parallel.claim_weights()
+    with ledger:
+        batch = make_batch(model, ledger.device)
+    optimizer = parallel.make_optimizer()
+    applied = apply(model, policy)
+    tracker = RegionTracker(ledger, find_regions(model), parallel)
+    ledger.logits_width = _logits_width(model)
+    with contextlib.ExitStack() as stack:
+        stack.callback(applied.remove)
+        stack.enter_context(tracker)
+        stack.enter_context(ledger)
+        ledger.clock.synchronize()
+        start, began = len(ledger.events), ledger.clock.compute.time
+        for tensor in tensors_in(pytree.tree_leaves(batch)):
+            ledger.claim(tensor, "batch", "")
+        _train(model, batch, tracker, parallel, optimizer)
+        ended = ledger.clock.synchronize()
+        report = applied.report()
+    return Recording(
+        events=ledger.events,
+        start=start,
+        seconds=ended - began,
+        busy=dict(ledger.clock.busy),
+        kernels=dict(attention.picked),
+        operations=ledger.operations,
+        stored_bytes=report.peak_host_bytes,
+        packed={region.name: region.packed_bytes for region in report.regions},
+        region_seconds=tracker.seconds,
+    )
+
+
+def _train(
+    model: nn.Module, batch: Any, tracker: RegionTracker, parallel: Parallel, optimizer: torch.optim.Optimizer
+) -> None:
+    ledger = tracker.ledger
+    ledger.phase = "forward"
+    parallel.begin_forward()
+    loss = _loss(_called(model, batch))
+    ledger.phase = "backward"
+    loss.backward()  # type: ignore[no-untyped-call]
+    del loss
+    tracker.end_backward()
+    parallel.end_backward()
+    ledger.phase = "optimizer"
+    optimizer.step()
+    optimizer.zero_grad()
+    parallel.end_step()
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    if isinstance(output, torch.Tensor):
+        loss = output
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise PlanError(
+            "the model returns no loss for this batch (one number: itself, `.loss`, or first in a tuple): plan a "
+            "module that computes its loss"
+        )
+    return loss
+
+
+def _logits_width(model: nn.Module) -> int:
+    try:
+        head = find_head(model).module
+    except NoRegionError:
+        return 0
+    return int(getattr(head, "out_features", 0) or 0)

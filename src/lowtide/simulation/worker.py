@@ -1,0 +1,62 @@
+"""The planning process: `python -m lowtide.simulation.worker`. Its patches, its memory and its mistakes stay its own.
+
+It reads pickled tasks from its standard input and writes pickled replies to what was its standard output; whatever the
+model's code prints goes to the standard error. It ends when its input does: a killed parent leaves no worker behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import pickle
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from lowtide.errors import LowtideError
+from lowtide.simulation.simulator import Simulator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    tasks = sys.stdin.buffer
+    simulator: Simulator | None = None
+    while (task := _next(tasks)) is not None:
+        name, arguments = task
+        if name == "open":
+            simulator = _answer(replies, functools.partial(Simulator, *arguments), operator.attrgetter("summary"))
+        elif simulator is not None:
+            _answer(replies, functools.partial(getattr(simulator, name), **arguments), lambda result: result)
+
+
+def _next(tasks: BinaryIO) -> Any:
+    try:
+        return pickle.load(tasks)  # noqa: S301  (from our own parent)
+    except EOFError:
+        return None
+
+
+def _answer(replies: BinaryIO, run: Callable[[], Any], reply: Callable[[Any], Any]) -> Any:
+    try:
+        result = run()
+        answer = ("ok", reply(result))
+    except LowtideError as error:
+        result, answer = None, ("refused", (type(error).__name__, str(error)))
+    except Exception as error:  # noqa: BLE001  (the model's own code: whatever it is, the parent must hear of it)
+        result, answer = None, ("failed", f"{type(error).__name__}: {error}")
+    replies.write(pickle.dumps(answer))
+    replies.flush()
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What is trained, and how: everything about a step except its policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from lowtide.errors import InvalidValueError
+
+ENGINES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
+
+OPTIMIZERS = ("adamw", "adamw_foreach", "adamw8bit", "sgd")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+BASES = ("plain", "4bit")
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+_CHOICES = {
+    "engine": ENGINES,
+    "optimizer": OPTIMIZERS,
+    "base": BASES,
+    "dtype": tuple(DTYPES),
+    "lora_dtype": tuple(DTYPES),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training step. `tokens` is the length of each sequence; None where the model brings its own batch."""
+
+    tokens: int | None = None
+    batch_size: int = 1
+    images: tuple[int, int, int] | None = None
+    """Per sequence: how many, and their height and width in pixels."""
+    dtype: str | None = None
+    """Of a model that is built here: None is bf16. A live module has its own."""
+    masters: bool = False
+    """Whether the optimizer keeps float32 copies of 16-bit weights."""
+    lora: int | None = None
+    """The rank of LoRA adapters on all projections; None trains every weight."""
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    lora_dtype: str = "fp32"
+    """PEFT makes float32 adapters by default."""
+    base: str = "plain"
+    """`4bit`: frozen linear weights take half a byte each, and are unpacked for each product."""
+    optimizer: str = "adamw"
+    """`adamw` is fused (transformers' default), `adamw_foreach` torch's default, which makes temporary copies."""
+    engine: str = "single"
+    ranks: int = 1
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            chosen = getattr(self, name)
+            if chosen not in known and (name, chosen) != ("dtype", None):
+                raise InvalidValueError(f"{chosen!r} is no {name}; known: {', '.join(known)}")
+        for name in ("tokens", "batch_size", "ranks"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.lora is not None and self.lora < 1:
+            raise InvalidValueError(f"lora is the rank of the adapters: 1 or more, got {self.lora}")
+        if self.lora is None and (self.lora_dtype, self.lora_targets) != ("fp32", LORA_TARGETS):
+            raise InvalidValueError("lora_dtype and lora_targets are of adapters: give lora=16 (or another rank)")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        if self.engine != "single" and self.ranks == 1:
+            raise InvalidValueError(f"engine {self.engine!r} needs ranks=2 or more")
+        if self.engine == "single" and self.ranks > 1:
+            raise InvalidValueError(f"{self.ranks} ranks need an engine: {', '.join(ENGINES[1:])}")
+        if self.base == "4bit" and self.lora is None:
+            raise InvalidValueError("a base of 4 bits cannot be trained itself: give lora=16 (or another rank)")
+        if self.base == "4bit" and self.shards_weights:
+            raise InvalidValueError(f"a base of 4 bits together with {self.engine} is not modelled: use ddp")
+
+    @property
+    def built_in(self) -> torch.dtype:
+        """The type in which a model is built here."""
+        return DTYPES[self.dtype or "bf16"]
+
+    @property
+    def length(self) -> int:
+        """The length of each sequence, where batches are made from it."""
+        if self.tokens is None:
+            raise InvalidValueError("the model comes without a batch: give tokens=, the length of each sequence")
+        return self.tokens
+
+    @property
+    def size(self) -> str:
+        """What a step is given, in words."""
+        return "its own batch" if self.tokens is None else f"{self.batch_size} x {self.tokens} tokens"
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.engine in ("fsdp2", "zero3")
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.engine in ("fsdp2", "zero2", "zero3")
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.engine in ("fsdp2", "zero1", "zero2", "zero3")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
