@@ -6,6 +6,8 @@
 #   make bench   side by side with peers, which go into .venv-peers (half an hour, mostly the disk; ARGS="loss --store")
 #   make test-peers   the tests that need a peer's package
 #   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
+#   make test-torch TORCH=2.15.0   the tests with another torch, which goes into .venv-torch-2.15.0 (some gigabytes);
+#                writes docs/versions.json and README's table
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about ten minutes)
 #   make docs    the documentation site, in site/
@@ -21,7 +23,7 @@ COMPAT := .venv-compat/bin
 PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans demo test test-all test-peers test-compat lint bench docs dist dist-check changelog hooks clean
+.PHONY: zoo plans demo test test-all test-peers test-compat test-torch lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
 	$(BIN)/lowtide demo
@@ -47,6 +49,10 @@ test-peers: .venv-peers/.ready
 
 test-compat: .venv-compat/.ready
 	$(COMPAT)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.ready)
+	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.15.0))
+	.venv-torch-$(TORCH)/bin/python tools/torch_versions.py $(PARALLEL) $(ARGS)
 
 ZOO := $(BIN)/lowtide audit --zoo --resume --format json
 TRANSFORMERS = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('transformers'))")
@@ -80,7 +86,7 @@ hooks: .venv/.dev
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf .venv .venv-peers .venv-compat site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-compat .venv-torch-* site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first: other packages then find it there and pull no other build of it.
 .venv/.torch: constraints.txt
@@ -112,6 +118,14 @@ clean:
 	$(BIN)/python -m venv .venv-compat
 	$(COMPAT)/python bench/share_packages.py .venv
 	$(COMPAT)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-compat.txt
+	@touch $@
+
+# Another torch on top of .venv. The pins do not hold for it: they name one torch.
+.venv-torch-%/.ready: .venv/.dev
+	@echo "Setting up .venv-torch-$* (once, some gigabytes)"
+	$(BIN)/python -m venv .venv-torch-$*
+	.venv-torch-$*/bin/python bench/share_packages.py .venv
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check torch==$*
 	@touch $@
 
 .venv/.docs: .venv/.dev
