@@ -81,3 +81,16 @@ class CannotAuditError(LowtideError, ValueError):
 
 class NoGradientError(CannotAuditError):
     """The loss needs no gradient. Of the plain model there is nothing to judge then; of a set-up it is a verdict."""
+
+
+class CannotBuildError(LowtideError):
+    """No tiny model of an architecture could be made to train; the message says what was tried."""
+
+    def __init__(self, model_type: str, reasons: list[str]) -> None:
+        self.model_type = model_type
+        self.reasons = tuple(reasons)
+        shown = list(dict.fromkeys(reasons))
+        left_out = len(shown) - 8
+        if left_out > 0:
+            shown = [*shown[:4], f"... {left_out} more ...", *shown[-4:]]
+        super().__init__("\n  ".join([f"No tiny model of {model_type!r} could be built:", *shown]))

@@ -16,7 +16,8 @@ from torch import nn
 import lowtide_zoo as zoo
 from lowtide.errors import LowtideError
 from lowtide.randomness import seeded
-from lowtide_zoo.find import Outcome, fitting_batch
+from lowtide_zoo.find import fitting_batch
+from lowtide_zoo.tiny_model import Outcome
 from support import needs_zoo
 
 pytestmark = needs_zoo
