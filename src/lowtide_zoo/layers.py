@@ -188,7 +188,7 @@ def _backbone_outputs(config: Any, names: Sequence[str], layers: int) -> dict[st
 
 
 def small_backbone() -> Any:
-    """Return a small ResNet's configuration, in place of timm's backbones: those need timm, and are often pretrained."""
+    """Return a small ResNet's configuration, to replace timm's backbones: those need timm, often pretrained weights."""
     return configuration_class("resnet")(
         embedding_size=_BACKBONE_WIDTHS[0],
         hidden_sizes=list(_BACKBONE_WIDTHS),
