@@ -86,11 +86,14 @@ class NoGradientError(CannotAuditError):
 class CannotBuildError(LowtideError):
     """No tiny model of an architecture could be made to train; the message says what was tried."""
 
+    _SHOWN = 4
+    """How many different reasons are shown from the beginning of the list, and how many from its end."""
+
     def __init__(self, model_type: str, reasons: list[str]) -> None:
         self.model_type = model_type
         self.reasons = tuple(reasons)
-        shown = list(dict.fromkeys(reasons))
-        left_out = len(shown) - 8
+        different = list(dict.fromkeys(reasons))
+        left_out = len(different) - 2 * self._SHOWN
         if left_out > 0:
-            shown = [*shown[:4], f"... {left_out} more ...", *shown[-4:]]
-        super().__init__("\n  ".join([f"No tiny model of {model_type!r} could be built:", *shown]))
+            different = [*different[: self._SHOWN], f"... {left_out} more ...", *different[-self._SHOWN :]]
+        super().__init__("\n  ".join([f"No tiny model of {model_type!r} could be built:", *different]))
