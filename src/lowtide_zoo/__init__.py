@@ -7,7 +7,7 @@ Nothing is downloaded. A tiny model comes about in five steps, from nothing but 
    the lists describe (`layers`), and a few fields of single architectures by hand (`overrides`);
 3. `tiny_model` builds the model;
 4. `find` proposes batches from the arguments of its forward (`model_inputs`): text, `images`, `audio`, text with
-   `placeholders` for both, then `extra_inputs` and labels; architectures whose batches cannot be told from the
+   `placeholders` for both, then `extra_inputs` and labels; architectures whose batches cannot be inferred from the
    arguments have theirs in `special_cases`;
 5. a smoke step runs each proposal forward and backward, and the first that trains all of the model is kept.
 

@@ -1,4 +1,4 @@
-"""Shrinks the default configuration of an architecture to that of a tiny model of the same architecture.
+"""Makes a tiny configuration of an architecture out of its default one.
 
 Integers shrink by the rules for their names (`size_profile`), lists by what they describe: the kinds of layers, the
 sizes of stages (`layers`). Every kind of layer stays, and occurs twice. The small values go through the configuration's

@@ -1,4 +1,4 @@
-"""Describes the batches of single architectures that cannot be told from the arguments of a forward.
+"""Describes the batches of single architectures that cannot be inferred from the arguments of a forward.
 
 Text and audio are here, images in `special_images`. Each function's docstring says what is special about its batch. A
 recipe may name arguments that some of the type's classes do not take; those are left out.
