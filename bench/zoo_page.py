@@ -8,8 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from lowtide_zoo.page import summarize
-from lowtide_zoo.records import Record
+from lowtide_zoo.records import Record, summarize
 from lowtide_zoo.survey import TILED
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -29,7 +28,7 @@ IN_OTHER_WORDS = {
     "buffers": "batch norm's statistics are updated twice",
     "DDP readiness": "DDP with `find_unused_parameters` would mark parameters ready twice",
 }
-"""What docs/why.md shows of the checks."""
+"""The checks that docs/why.md shows, and how it words them."""
 
 _TABLE = re.compile(r"(?<=<!-- begin: zoo -->\n).*?(?=<!-- end: zoo -->)", flags=re.DOTALL)
 
@@ -51,13 +50,13 @@ def from_records() -> str:
 
 
 def record_files() -> tuple[Path, Path]:
-    """Theirs and ours."""
+    """Return the files with transformers' records and with Lowtide's."""
     (data,) = sorted((DOCS / "zoo").glob("transformers-*.json"))
     return data, DOCS / "zoo" / data.name.replace("transformers-", "lowtide-on-transformers-")
 
 
 def with_table(text: str) -> str:
-    """docs/why.md with its table as the records have it."""
+    """Return the text of docs/why.md with its table written from the records."""
     theirs, ours = (summarize(load(path)) for path in record_files())
     lines = [
         "| what the audit found | transformers, default | transformers, reentrant | Lowtide |",
@@ -77,7 +76,7 @@ def with_table(text: str) -> str:
 
 
 def what_was_applied(ours: list[Record]) -> str:
-    """With which policies Lowtide was judged, and how many architectures took which."""
+    """Say with which policies Lowtide was judged, and how many architectures took which."""
     modes = collections.Counter(mode for record in ours if record.status == "audited" for mode in record.verdicts)
     both, mlp, loss = (modes[policy] for policy in TILED)
     neither = modes["recompute"] - both - mlp - loss
@@ -161,7 +160,7 @@ def our_failures(records: list[Record]) -> list[str]:
 
 
 def our_refusals(records: list[Record]) -> list[str]:
-    """What the engine cannot do, it says: by name, with the reason."""
+    """List the architectures that the engine refuses, with its reasons."""
     refused = [record for record in records if record.status == "refused"]
     if not refused:
         return []

@@ -81,3 +81,19 @@ class CannotAuditError(LowtideError, ValueError):
 
 class NoGradientError(CannotAuditError):
     """The loss needs no gradient. Of the plain model there is nothing to judge then; of a set-up it is a verdict."""
+
+
+class CannotBuildError(LowtideError):
+    """No tiny model of an architecture could be made to train; the message says what was tried."""
+
+    _SHOWN = 4
+    """How many different reasons are shown from the beginning of the list, and how many from its end."""
+
+    def __init__(self, model_type: str, reasons: list[str]) -> None:
+        self.model_type = model_type
+        self.reasons = tuple(reasons)
+        different = list(dict.fromkeys(reasons))
+        left_out = len(different) - 2 * self._SHOWN
+        if left_out > 0:
+            different = [*different[: self._SHOWN], f"... {left_out} more ...", *different[-self._SHOWN :]]
+        super().__init__("\n  ".join([f"No tiny model of {model_type!r} could be built:", *different]))

@@ -1,15 +1,13 @@
-"""Sound: spectrograms and waveforms, in the layouts that models take.
-
-Time series: the past, its observed points, and the future that is to be predicted.
-"""
+"""Proposes layouts of signals over time: spectrograms, waveforms, and time series with a future to be predicted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide_zoo.model_inputs import ROWS, Fixed, Integers, ModelInputs, Noise, Part, Recipe, anywhere, first
+from lowtide_zoo.classes import first_field, nested_field
+from lowtide_zoo.model_inputs import ROWS, Fixed, Integers, ModelInputs, Noise, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -47,73 +45,71 @@ _MASKS = (
     "padding_mask",
 )
 
-FRAMES = 32
+_FRAMES = 32
+_MANY_FRAMES = 128
 
-LONG = 128
+# The bins of models that have the number built in, and not in their configuration.
+_USUAL_BINS = 128
 
-# What models have built in that do not say it in their configuration.
-USUAL_BINS = 128
-
-# A multiple of what models stride over, of which some insist on it.
-SAMPLES = 3840
+# A multiple of the models' strides: some insist on it.
+_SAMPLES = 3840
 
 
-def spectrograms(inputs: ModelInputs, name: str, takes: Collection[str]) -> Iterator[Recipe]:
-    """Layouts of spectrograms as the argument `name`: bins or frames first, with a mask where one is taken."""
+def spectrogram_layouts(inputs: ModelInputs, name: str, arguments: Collection[str]) -> Iterator[Recipe]:
+    """Yield layouts of spectrograms as the argument `name`: bins or frames first, with a mask if one is taken."""
     tower = inputs.tower(*_TOWERS)
-    bins = (first(tower, *_BINS) or anywhere(inputs.config, *_BINS) or USUAL_BINS) * (
-        first(tower, "num_stacked_frames") or 1
-    )
-    # As many as two windows hold, or as the encoder has places for after halving them.
-    short = 4 * (first(tower, "n_window") or 0) or 2 * (first(tower, "max_source_positions") or FRAMES // 2)
-    lengths = dict.fromkeys((short, LONG))
-    for frames in lengths:
+    bins = first_field(tower, *_BINS) or nested_field(inputs.config, *_BINS) or _USUAL_BINS
+    bins *= first_field(tower, "num_stacked_frames") or 1
+    # As many frames as two windows hold, or as the encoder has positions for after halving them.
+    windows = 4 * (first_field(tower, "n_window") or 0)
+    few = windows or 2 * (first_field(tower, "max_source_positions") or _FRAMES // 2)
+    for frames in dict.fromkeys((few, _MANY_FRAMES)):
         layouts = ((ROWS, bins, frames), (ROWS, frames, bins))
-        # Some look at a spectrogram as at a picture.
-        for shape in layouts if first(tower, "spec_size") is None else ((ROWS, 1, frames, bins),):
-            for mask in _masks(takes, frames):
+        # Some models treat a spectrogram as an image.
+        for shape in layouts if first_field(tower, "spec_size") is None else ((ROWS, 1, frames, bins),):
+            for mask in _masks(arguments, frames):
                 yield {name: Noise(shape), **mask}
 
 
-def _masks(takes: Collection[str], frames: int) -> list[Recipe]:
-    name = next((name for name in _MASKS if name in takes), None)
+def waveform_layouts(inputs: ModelInputs, name: str, arguments: Collection[str]) -> Iterator[Recipe]:
+    """Yield layouts of waveforms as the argument `name`, then a spectrogram, which some models take under that name."""
+    for samples in (_SAMPLES, 4 * _SAMPLES):
+        for shape in ((ROWS, samples), (ROWS, 1, samples)):
+            for mask in _masks(arguments, samples):
+                yield {name: Noise(shape), **mask}
+    tower = inputs.tower(*_TOWERS)
+    frames, bins = first_field(tower, "max_length") or _MANY_FRAMES, first_field(tower, *_BINS) or _USUAL_BINS
+    yield {name: Noise((ROWS, frames, bins))}
+
+
+def _masks(arguments: Collection[str], frames: int) -> list[Recipe]:
+    name = next((name for name in _MASKS if name in arguments), None)
     if name is None:
         return [{}]
-    # Some pick features by it, which takes booleans; some count with it, which takes numbers.
+    # Some models index features with the mask, which takes booleans; some sum it up, which takes numbers.
     masks: list[Recipe] = [{name: Fixed(torch.ones(ROWS, frames, dtype=kind))} for kind in (torch.bool, torch.long)]
     return [*masks, {}]
 
 
-def waveforms(inputs: ModelInputs, name: str, takes: Collection[str]) -> Iterator[Recipe]:
-    """Layouts of waveforms as the argument `name`, and of spectrograms that go by the same name."""
-    for samples in (SAMPLES, 4 * SAMPLES):
-        for shape in ((ROWS, samples), (ROWS, 1, samples)):
-            for mask in _masks(takes, samples):
-                yield {name: Noise(shape), **mask}
-    config: Any = inputs.tower(*_TOWERS)
-    frames, bins = first(config, "max_length") or LONG, first(config, *_BINS) or USUAL_BINS
-    yield {name: Noise((ROWS, frames, bins))}
-
-
-def series(inputs: ModelInputs) -> Iterator[Recipe]:
-    """Layouts of time series, for models that take past values."""
+def series_layouts(inputs: ModelInputs) -> Iterator[Recipe]:
+    """Yield layouts of time series, with the future and without, for models that take past values."""
     config = inputs.config
-    context = first(config, "context_length") or 32
-    lags = max(first(config, "lags_sequence") or [0])
-    channels = first(config, "num_input_channels", "input_size") or 1
-    ahead = first(config, "prediction_length") or 4
+    context = first_field(config, "context_length") or 32
+    lags = max(first_field(config, "lags_sequence") or [0])
+    channels = first_field(config, "num_input_channels", "input_size") or 1
+    ahead = first_field(config, "prediction_length") or 4
     past = context + lags
     for values in ((ROWS, past), (ROWS, past, channels)):
         recipe: Recipe = {"past_values": Noise(values)}
-        recipe |= _when_taken(inputs, _past(inputs, values))
-        future = _when_taken(inputs, _future(inputs, (ROWS, ahead, *values[2:])))
+        recipe |= _taken(inputs, _past(inputs, values))
+        future = _taken(inputs, _future(inputs, (ROWS, ahead, *values[2:])))
         if future:
             yield recipe | future
         yield recipe
 
 
 def _past(inputs: ModelInputs, shape: tuple[int, ...]) -> Recipe:
-    times = first(inputs.config, "num_time_features") or 0
+    times = first_field(inputs.config, "num_time_features") or 0
     return {
         "past_time_features": Noise((*shape[:2], times)),
         "past_observed_mask": Fixed(torch.ones(shape)),
@@ -122,8 +118,8 @@ def _past(inputs: ModelInputs, shape: tuple[int, ...]) -> Recipe:
     }
 
 
-def _future(inputs: ModelInputs, shape: tuple[int, ...]) -> dict[str, Part]:
-    times = first(inputs.config, "num_time_features") or 0
+def _future(inputs: ModelInputs, shape: tuple[int, ...]) -> Recipe:
+    times = first_field(inputs.config, "num_time_features") or 0
     return {
         "future_values": Noise(shape),
         "future_time_features": Noise((*shape[:2], times)),
@@ -131,5 +127,5 @@ def _future(inputs: ModelInputs, shape: tuple[int, ...]) -> dict[str, Part]:
     }
 
 
-def _when_taken(inputs: ModelInputs, recipe: Recipe) -> Recipe:
+def _taken(inputs: ModelInputs, recipe: Recipe) -> Recipe:
     return {name: part for name, part in recipe.items() if inputs.takes(name)}

@@ -1,9 +1,11 @@
-"""The parts of a batch, as descriptions: each makes its value for a seed, always of the same shape.
+"""Describes a batch before it exists (a recipe), and what it must fit (`ModelInputs`).
 
-A recipe maps the arguments of a forward to parts. Where placeholders stand, how long things are and what is masked
-belongs to the description; only values that a data set would vary depend on the seed.
+A recipe maps the arguments of a forward to parts, and each part makes its value for a seed, always of the same shape.
+Where placeholders stand, how long things are and what is masked belongs to the recipe; only values that would vary in
+a data set depend on the seed.
 
-What a batch must fit: the arguments of a forward, the vocabulary, the sizes of pictures and sound.
+`ModelInputs` reads from a model what its batches must fit: the arguments of its forward, its vocabulary, and the
+configurations of its towers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lowtide_zoo.classes import configurations_in, read
+from lowtide_zoo.classes import configurations_in, first_field, get_field
 from lowtide_zoo.shrink import is_token_id
 
 if TYPE_CHECKING:
@@ -24,18 +26,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# The samples in a batch, and the tokens in a sample.
+ROWS = 2
+LENGTH = 12
+
+# Plain tokens are taken from this range: above the usual marks, below the placeholders.
+_FIRST_PLAIN, _AFTER_PLAIN = 8, 72
+
+
 class Part(Protocol):
-    """One argument of a forward."""
+    """A description of one argument of a forward."""
 
     def make(self, generator: torch.Generator, made: dict[str, Any]) -> Any:
-        """The value, given those of the parts before it."""
+        """Make the value; `made` holds the values of the parts before it."""
 
 
 Recipe = dict[str, Part]
 
 
 def make_batch(recipe: Recipe, seed: int) -> dict[str, Any]:
-    """The batch of a recipe for a seed."""
+    """Make a recipe's batch for a seed."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Any] = {}
     for name, part in recipe.items():
@@ -45,7 +55,7 @@ def make_batch(recipe: Recipe, seed: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Normal numbers: pixels, spectrograms, waveforms, embeddings."""
+    """Normally distributed numbers: pixels, spectrograms, waveforms, embeddings."""
 
     shape: tuple[int, ...]
 
@@ -54,8 +64,8 @@ class Noise:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fractions:
-    """Numbers in [low, high): coordinates, depths, masks."""
+class Uniform:
+    """Uniformly distributed numbers in [low, high): coordinates, depths, masks."""
 
     shape: tuple[int, ...]
     low: float = 0.0
@@ -67,7 +77,7 @@ class Fractions:
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """Integers in [low, high): classes, codes."""
+    """Random integers in [low, high): classes, codes."""
 
     shape: tuple[int, ...]
     high: int
@@ -79,24 +89,25 @@ class Integers:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Plain tokens, with others (placeholders, marks) planted at fixed positions of every row."""
+    """Rows of plain tokens, with special ones (placeholders, marks) at fixed positions of every row."""
 
     rows: int
     length: int
     plain: tuple[int, ...]
-    planted: tuple[tuple[int, int], ...] = ()
+    special: tuple[tuple[int, int], ...] = ()
+    """Pairs of position and token."""
 
     def make(self, generator: torch.Generator, made: dict[str, Any]) -> torch.Tensor:  # noqa: ARG002
         chosen = torch.randint(len(self.plain), (self.rows, self.length), generator=generator)
         tokens = torch.tensor(self.plain)[chosen]
-        for position, token in self.planted:
+        for position, token in self.special:
             tokens[:, position] = token
         return tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fixed:
-    """The same value for every seed: masks, grids, sizes, switches."""
+    """A value that is the same for every seed: masks, grids, sizes, switches."""
 
     value: Any
 
@@ -105,8 +116,8 @@ class Fixed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Same:
-    """A copy of another argument, made before."""
+class CopyOf:
+    """A copy of an argument that was made before."""
 
     name: str
 
@@ -128,8 +139,8 @@ class Boxes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Each:
-    """A list with one entry for each sample; an entry is one part, or several by name."""
+class PerSample:
+    """A list with one entry per sample; an entry is one part, or several by name."""
 
     rows: int
     entry: Part | dict[str, Part]
@@ -144,57 +155,46 @@ class Each:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedPatches:
-    """Patches of square pictures, each with its row and column, counted from one, in front."""
+class PositionedPatches:
+    """Patches of square images, each with its row and column, counted from one, in front."""
 
     rows: int
     side: int
     width: int
 
     def make(self, generator: torch.Generator, made: dict[str, Any]) -> torch.Tensor:  # noqa: ARG002
-        places = torch.cartesian_prod(torch.arange(self.side), torch.arange(self.side)) + 1
+        positions = torch.cartesian_prod(torch.arange(self.side), torch.arange(self.side)) + 1
         pixels = torch.randn(self.rows, self.side**2, self.width, generator=generator)
-        return torch.cat([places.float().expand(self.rows, -1, -1), pixels], dim=-1)
-
-
-ROWS = 2
-
-LENGTH = 12
-
-# Plain tokens are taken from here: above the usual marks, below the placeholders.
-_FIRST_PLAIN, _AFTER_PLAIN = 8, 72
+        return torch.cat([positions.float().expand(self.rows, -1, -1), pixels], dim=-1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """A model that needs a batch."""
+    """What a model takes as its inputs, read from its forward and its configuration."""
 
     model: nn.Module
     config: Any
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What went wrong while batches were made up."""
+    """What went wrong while batches were proposed."""
 
     @functools.cached_property
     def arguments(self) -> dict[str, inspect.Parameter]:
-        """The arguments of the model's forward, by name."""
+        """The parameters of the model's forward, by name."""
         return dict(inspect.signature(self.model.forward).parameters)
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
-        """Those of them without a default."""
-        empty, kinds = (
-            inspect.Parameter.empty,
-            (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY),
-        )
-        return tuple(name for name, p in self.arguments.items() if p.default is empty and p.kind in kinds)
+        """The names of the arguments without a default."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return tuple(name for name, p in self.arguments.items() if p.default is p.empty and p.kind in kinds)
 
     def takes(self, name: str) -> bool:
-        """Whether the forward has an argument of this name."""
+        """Tell whether the forward has an argument of this name."""
         return name in self.arguments
 
     @property
     def main_input(self) -> str:
-        """The first thing the model says it works on."""
+        """The argument that the model declares to be its main input."""
         name = getattr(self.model, "main_input_name", "input_ids")
         return name if isinstance(name, str) else "input_ids"
 
@@ -207,64 +207,53 @@ class ModelInputs:
     def vocabulary(self) -> int:
         """The size of the vocabulary of plain text."""
         for name in ("vocab_size", "text_vocab_size", "src_vocab_size"):
-            value = self.text(name)
+            value = self.text_field(name)
             if isinstance(value, int):
                 return value
         return _AFTER_PLAIN
 
     @functools.cached_property
     def plain_tokens(self) -> tuple[int, ...]:
-        """Tokens without a meaning of their own."""
+        """Tokens that no field of the configuration gives a meaning to."""
         special = set(_special_tokens(self.config))
         low = _FIRST_PLAIN if self.vocabulary > 2 * _FIRST_PLAIN else 1
         plain = tuple(token for token in range(low, min(self.vocabulary, _AFTER_PLAIN)) if token not in special)
         return plain or (1,)
 
-    def tokens(self, length: int = LENGTH, planted: Sequence[tuple[int, int]] = ()) -> Tokens:
-        """Rows of plain tokens, with others planted in them."""
-        return Tokens(ROWS, length, self.plain_tokens, tuple(planted))
+    def tokens(self, length: int = LENGTH, special: Sequence[tuple[int, int]] = ()) -> Tokens:
+        """Describe rows of plain tokens, with special ones at the positions given."""
+        return Tokens(ROWS, length, self.plain_tokens, tuple(special))
 
-    def text(self, *names: str) -> Any:
-        """A field of the text model's configuration."""
+    def text_field(self, *names: str) -> Any:
+        """Return the first of these fields that is set, in the text model's configuration or else in the whole one."""
         getter = getattr(self.config, "get_text_config", None)
         text = getter(decoder=True) if getter is not None else self.config
-        found = first(text, *names)
-        return first(self.config, *names) if found is None else found
+        found = first_field(text, *names)
+        return first_field(self.config, *names) if found is None else found
 
     def tower(self, *towers: str) -> Any:
-        """The configuration of a tower, or that of the model itself if it is one."""
+        """Return the configuration of the first of these towers, or the model's if it has none of them."""
         for config in configurations_in(self.config):
             for name in towers:
-                found = read(config, name)
+                found = get_field(config, name)
                 if hasattr(found, "model_type"):
                     return found
         return self.config
 
 
 def ones(*shape: int) -> Fixed:
-    """A mask that lets everything through."""
+    """Describe a mask that lets everything through."""
     return Fixed(torch.ones(shape, dtype=torch.long))
 
 
-def text(inputs: ModelInputs, length: int = LENGTH) -> Recipe:
-    """Plain text and its mask."""
+def text_recipe(inputs: ModelInputs, length: int = LENGTH) -> Recipe:
+    """Describe plain text and its mask."""
     return {"input_ids": inputs.tokens(length), "attention_mask": ones(ROWS, length)}
 
 
-def in_short(error: Exception) -> str:
-    """An error in a line."""
+def summarize_error(error: Exception) -> str:
+    """Put an error into one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def first(config: Any, *names: str) -> Any:
-    """The first of some fields that is set."""
-    return next((read(config, name) for name in names if read(config, name) is not None), None)
-
-
-def anywhere(config: Any, *names: str) -> Any:
-    """The first of some fields that is set, in a configuration or those inside it."""
-    found = (first(part, *names) for part in configurations_in(config))
-    return next((value for value in found if value is not None), None)
 
 
 def _special_tokens(config: Any) -> list[int]:

@@ -1,6 +1,7 @@
-"""Exceptions: what a single architecture needs beyond the rules, each with its reason.
+"""Overrides what the rules make of single architectures' configurations, each with its reason.
 
-Keyed by the model type of a configuration; they hold wherever that configuration occurs, also inside others.
+The tables are keyed by the model type of a configuration, and hold wherever that configuration occurs, also nested in a
+different one. A path such as `backbone_config.patch_size` reaches into a tower.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 
 FIELDS: dict[str, dict[str, Any]] = {
-    # -- Sizes of stages that the rules cannot scale: no common divisor, or they must fit one another. --
+    # -- Sizes of stages that the rules cannot scale: they have no common divisor, or must fit one another. --
     "align_vision_model": {"width_coefficient": 0.2, "depth_coefficient": 1.0, "hidden_dim": 64},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 1.0, "hidden_dim": 320},
     "efficientloftr": {
@@ -45,10 +46,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "textnet": {"stem_out_channels": 16},
     "seggpt": {"image_size": [64, 32], "pretrain_image_size": 32, "merge_index": 0},
-    # A drop path rate is looked up by the stage's number in a list as long as the stage, so that no stage is shorter.
+    # The drop path rate is looked up by the stage's index in a list as long as the stage: stage 2 needs three layers.
     "cvt": {"depth": [2, 2, 3]},
     "swin2sr": {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "image_size": 32, "window_size": 4},
-    # Lists are added to a list.
+    # The model adds these to a list, so they must be lists.
     "vitmatte": {
         "convstream_hidden_sizes": [16, 16, 32],
         "fusion_hidden_sizes": [32, 32, 16, 16],
@@ -58,7 +59,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "vitpose": {"image_size": [32, 32]},
     "yolos": {"image_size": [32, 48]},
-    # Widths double with every downsampling.
+    # The width doubles with every downsampling.
     "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 64},
     "encodec": {"num_filters": 4},
     "neucodec": {"encoder_hidden_size": 4, "quantization_dim": 128},
@@ -67,13 +68,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mimi_decoder": {"num_filters": 4},
     "mimi_encoder": {"num_filters": 4},
     "vibevoice_acoustic_tokenizer": {"num_filters": 4},
-    # A decoder's sound would be 3200 times as long as what it is made of.
+    # With the default ratios, the decoded audio would be 3200 times as long as its latents.
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4, "downsampling_ratios": [2, 2, 2, 2, 2, 2]},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4},
-    # The patches of a picture are pictures for its towers; and hooks are set on their layers.
+    # The patches of an image are whole images for its towers; and hooks are set on layers by index.
     "depth_pro": {"patch_size": 32, "intermediate_hook_ids": [1, 0]},
     "perceiver": {"d_latents": 64, "num_self_attends_per_block": 2, "output_num_channels": 16},
-    # Positions are divided over a rectangle, as long as a text; so are its chunks.
+    # Axial positions form a rectangle with as many cells as the text has tokens; chunks divide the text as well.
     "reformer": {
         "axial_pos_shape": [3, 4],
         "axial_pos_embds_dim": [16, 48],
@@ -82,7 +83,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 4,
         "num_buckets": 4,
     },
-    # -- Left open by default, and missed by the model. --
+    # -- Fields that are unset by default although the model needs them. --
     "hiera": {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_num_heads": 2},
     "dots1": {
         "n_routed_experts": 4,
@@ -121,7 +122,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 1, 2, 3],
         "text_config.num_hidden_layers": 4,
     },
-    # -- Kinds of layers said in a way of its own, or missing by default. --
+    # -- Kinds of layers that are described in an unusual way, or that the defaults lack. --
     "bamba": {
         "attn_layer_indices": [1, 3],
         "num_hidden_layers": 4,
@@ -131,72 +132,73 @@ FIELDS: dict[str, dict[str, Any]] = {
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "molmo2_vision": {"num_position_embeddings": 16},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
-    # -- Numbers that must fit others. --
+    # -- Numbers that must fit other numbers. --
     "aria": {"projector_patch_to_query_dict": {16: 8, 64: 8}},
-    # A rotary embedding never narrower than 32 is applied to whole heads.
+    # The rotary embedding is at least 32 wide and is applied to whole heads, so heads must be as wide.
     "clvp_encoder": {"num_attention_heads": 2},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
-    # The width after subsampling is computed as if the first number were the bins, of which there are 128.
+    # The width after subsampling is computed as if the first number were the number of bins, which is 128.
     "gemma4_audio": {"subsampling_conv_channels": [128, 8]},
     "janus_vqgan": {"num_patches": 4, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
-    # The numbers in a patch.
+    # The numbers in a patch: three channels of 8 x 8.
     "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 192},
     "pix2struct_vision_model": {"patch_embed_hidden_size": 192},
     "glm5_next_text": {"index_kpool": 4},
     "granite_speech_encoder": {"context_size": 16},
     "granite_speech_plus_encoder": {"context_size": 16},
-    # The outputs of two layers beside the last.
+    # The last layer's output and those of two more, side by side.
     "mllama_vision_model": {"vision_output_dim": 192},
     "granite_speech": {"window_size": 10},
     "granite_speech_plus": {"window_size": 10},
-    # The tower's outputs are shuffled, four of them into one, before they go through its projector.
+    # Four of the tower's outputs are shuffled into one before they go through its projector.
     "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64},
-    # Coordinates share the width, a sixth for each.
+    # Six coordinates share the width, so it must be a multiple of six.
     "lilt": {"hidden_size": 48},
-    # Both parts of a head together.
+    # The width of a head's two parts together.
     "longcat_flash": {"qk_head_dim": 32},
     "shieldgemma2": {"yes_token_index": 100, "no_token_index": 101},
     "step3p5": {"sliding_window": 8},
     "tvp": {"max_img_size": 32, "visual_prompt_size": 4},
-    # Four features of sound become one, as wide as the inner layer.
+    # Four audio features become one, which must be as wide as the inner layer.
     "voxtral_encoder": {"intermediate_size": 256},
     "glmasr_encoder": {"intermediate_size": 256},
-    # Four neighbours become one, four times as wide.
+    # Four neighbouring features become one, four times as wide.
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
-    # What is decoded begins with a part of what is known.
+    # The decoder's input begins with this many of the known values.
     "autoformer": {"label_length": 4},
-    # A spectrogram is folded into a square, no more often than its last stage is high.
+    # A spectrogram is folded into a square, at most as often as its last stage is high.
     "clap_audio_model": {"num_mel_bins": 32, "hidden_size": 128},
-    # Its formula for lengths holds for windows of a hundred frames only.
+    # The model's formula for lengths holds only for windows of a hundred frames.
     "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 800, "max_source_positions": 64},
     "qwen3_omni_moe_audio_encoder": {"n_window": 50, "n_window_infer": 800, "max_source_positions": 64},
     "xmod": {"default_language": "en_XX"},
-    # Attention sees a layer's input and the first one's side by side.
+    # Attention takes a layer's input and the first layer's input side by side.
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
-    # As wide as the first stage of the backbone.
+    # This must be as wide as the first stage of the backbone.
     "pp_doclayout_v3": {"x4_feat_dim": 16},
     "pp_formulanet_vision": {"post_conv_in_channels": 64},
     "slanext": {"post_conv_in_channels": 64},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "rf_detr": {"projector_scale_factors": [1.0]},
-    # Tokens are merged behind this layer.
+    # Tokens are merged after this layer.
     "minicpm_ocr_vision": {"insert_layer_id": 1, "num_hidden_layers": 4},
     "minicpmv4_6_vision": {"insert_layer_id": 1, "num_hidden_layers": 4},
     "minicpmv4_7_vision": {"insert_layer_id": 1, "num_hidden_layers": 4},
-    # The last of these is the width of the encoder behind it.
+    # The last number is the width of the encoder that follows.
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, 64]},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, 64]},
     "lw_detr_vit": {"image_size": 64, "num_windows": 4},
     "mask2former": {"feature_size": 64, "mask_feature_size": 64},
-    # Height and width share the pairs of a head equally.
+    # Height and width must get the same number of a head's pairs.
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROTARY, "mrope_section": [2, 2, 4]}},
-    # Rotary parameters by the kind of layer, which the defaults lack.
+    # The model reads rotary parameters by kind of layer, and the defaults lack them.
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROTARY, "mrope_section": [4, 2, 2]}}},
 }
 
-# Attributes that a model reads and its configuration has no field for: set by the configuration around it, or nowhere.
+# Attributes that a model reads although its configuration has no field for them: the enclosing configuration sets them,
+# or nothing does.
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "moonshine_streaming": {"num_key_value_heads": 4},
@@ -210,7 +212,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 
 
 def override_fields(model_type: str, fields: dict[str, Any]) -> None:
-    """Changes the fields that a configuration of this type is built from, and those of its towers."""
+    """Change the fields that a configuration of this type is built from, and those of its towers."""
     for path, value in FIELDS.get(model_type, {}).items():
         *towers, name = path.split(".")
         if towers:
@@ -220,7 +222,7 @@ def override_fields(model_type: str, fields: dict[str, Any]) -> None:
 
 
 def set_attributes(config: Any) -> None:
-    """Sets what a configuration of this type lacks."""
+    """Set the attributes that a configuration of this type lacks."""
     for path, value in ATTRIBUTES.get(config.model_type, {}).items():
         *towers, name = path.split(".")
         owner = config

@@ -1,6 +1,7 @@
-"""Text with placeholders: as many in every row as a tower makes features of the row's picture or sound.
+"""Proposes text with placeholders: in every row, one for each feature that a tower makes of the row's image or audio.
 
-How many that is depends on merging, pooling and cropping, so the tower itself is asked: it is run once on the layout.
+How many features that is depends on merging, pooling and cropping. So nothing is computed here: the tower is run once
+on the layout, and the features are counted.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide_zoo import audio
-from lowtide_zoo import images as vision
+from lowtide_zoo.audio import spectrogram_layouts, waveform_layouts
+from lowtide_zoo.classes import nested_field
 from lowtide_zoo.extra_inputs import completed
-from lowtide_zoo.model_inputs import LENGTH, ROWS, Fixed, ModelInputs, Recipe, anywhere, in_short, make_batch, ones
+from lowtide_zoo.images import image_layouts
+from lowtide_zoo.model_inputs import LENGTH, ROWS, Fixed, ModelInputs, Recipe, make_batch, ones, summarize_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,113 +26,119 @@ if TYPE_CHECKING:
     Layouts = Callable[[ModelInputs, str, Collection[str]], Iterator[Recipe]]
 
 # More placeholders than this make a batch slow.
-MOST = 600
+_MOST_PLACEHOLDERS = 600
 
-# Of each modality, this many layouts are tried in the whole model.
-LAYOUTS = 3
+# So many layouts of each modality are tried in the whole model.
+_MOST_LAYOUTS = 3
+
+# What a model without a method for features says when it is given too many placeholders.
+_MISMATCH = re.compile(r"tokens:? \d+,? features:? (\d+)")
+
+# The token types of multimodal models.
+_IMAGE, _VIDEO, _AUDIO = 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Modality:
-    """Something that placeholders in text stand for."""
+    """A kind of data that placeholders in text stand for."""
 
     token_fields: tuple[str, ...]
-    """Configuration fields with the placeholder's token."""
+    """The configuration fields that may hold the placeholder's token."""
     method: str
     """The model's method that makes the features."""
     arguments: tuple[tuple[str, Layouts], ...]
-    kind: int
-    """Its number among the token types of multimodal models."""
+    """The arguments of a forward that may take it, with their layouts."""
+    token_type: int
 
 
-IMAGE, VIDEO, AUDIO = 1, 2, 3
-
-_IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "im_patch_id")
-
-_AUDIO_TOKENS = ("audio_token_id", "audio_token_index", "audio_placeholder_token_id", "speech_token_id")
-
-MODALITIES = (
-    Modality(_IMAGE_TOKENS, "get_image_features", (("pixel_values", vision.pictures),), IMAGE),
+_MODALITIES = (
     Modality(
-        _AUDIO_TOKENS,
+        ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "im_patch_id"),
+        "get_image_features",
+        (("pixel_values", image_layouts),),
+        _IMAGE,
+    ),
+    Modality(
+        ("audio_token_id", "audio_token_index", "audio_placeholder_token_id", "speech_token_id"),
         "get_audio_features",
-        (("input_features", audio.spectrograms), ("input_values", audio.waveforms)),
-        AUDIO,
+        (("input_features", spectrogram_layouts), ("input_values", waveform_layouts)),
+        _AUDIO,
     ),
     Modality(
         ("video_token_id", "video_token_index"),
         "get_video_features",
-        (("pixel_values_videos", vision.pictures),),
-        VIDEO,
+        (("pixel_values_videos", image_layouts),),
+        _VIDEO,
     ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Planting:
+class ModalityInput:
     """One modality's arguments, and the placeholders that they need in every row."""
 
     recipe: Recipe
     token: int
     count: int
-    kind: int
+    token_type: int
 
 
 def texts_with_placeholders(inputs: ModelInputs) -> Iterator[Recipe]:
-    """Text together with all modalities that the model knows, then with each by itself."""
-    found = [plantings for plantings in (list(_plantings(inputs, m)) for m in MODALITIES) if plantings]
+    """Yield text with all modalities that the model knows, then with one modality at a time."""
+    found = [options for options in (list(_modality_inputs(inputs, m)) for m in _MODALITIES) if options]
     if not found:
         return
-    # A picture and a video mostly go through the same tower, and then one of them is enough.
-    without_video = [plantings for plantings in found if plantings[0].kind != VIDEO]
+    # An image and a video mostly go through the same tower, so that one of them is enough.
+    without_video = [options for options in found if options[0].token_type != _VIDEO]
     if without_video and len(without_video) < len(found):
-        yield _text_with(inputs, [plantings[0] for plantings in without_video])
-    yield _text_with(inputs, [plantings[0] for plantings in found])
-    for plantings in found:
-        for planting in plantings:
-            yield _text_with(inputs, [planting])
+        yield _text_with(inputs, [options[0] for options in without_video])
+    yield _text_with(inputs, [options[0] for options in found])
+    for options in found:
+        for option in options:
+            yield _text_with(inputs, [option])
 
 
-def _plantings(inputs: ModelInputs, modality: Modality) -> Iterator[Planting]:
-    token = anywhere(inputs.config, *modality.token_fields)
+def _modality_inputs(inputs: ModelInputs, modality: Modality) -> Iterator[ModalityInput]:
+    """Yield the layouts of a modality whose features the model can make and that divide evenly among the rows."""
+    token = nested_field(inputs.config, *modality.token_fields)
     owner = next((module for module in inputs.model.modules() if hasattr(module, modality.method)), None)
     if not isinstance(token, int):
         return
     method = getattr(owner, modality.method) if owner is not None else None
-    taken = set(inputs.arguments) | set(inspect.signature(method).parameters if method is not None else ())
+    arguments = set(inputs.arguments) | set(inspect.signature(method).parameters if method is not None else ())
     layouts = (
-        layout for name, make in modality.arguments if inputs.takes(name) for layout in make(inputs, name, taken)
+        layout for name, make in modality.arguments if inputs.takes(name) for layout in make(inputs, name, arguments)
     )
     working = 0
-    for pictures_or_sound in layouts:
-        layout = completed(inputs, pictures_or_sound, ("high_res_pixel_values",))
+    for proposed in layouts:
+        layout = completed(inputs, proposed, ("high_res_pixel_values",))
         recipe = {name: part for name, part in layout.items() if inputs.takes(name)}
-        asking = [functools.partial(_features_by_complaint, inputs, recipe, token)]
+        counters = [functools.partial(_count_by_error, inputs, recipe, token)]
         if method is not None:
-            asking.insert(0, functools.partial(_features, method, layout))
-        count = _first_answer(inputs, asking)
-        if count % ROWS == 0 and 0 < count <= MOST:
+            counters.insert(0, functools.partial(_count_by_method, method, layout))
+        count = _count_features(inputs, counters)
+        if count % ROWS == 0 and 0 < count <= _MOST_PLACEHOLDERS:
             working += 1
-            yield Planting(recipe, token, count // ROWS, modality.kind)
-        if working == LAYOUTS:
+            yield ModalityInput(recipe, token, count // ROWS, modality.token_type)
+        if working == _MOST_LAYOUTS:
             return
 
 
-def _first_answer(inputs: ModelInputs, asking: Sequence[functools.partial[int]]) -> int:
-    """The first number of features that is told; none, if no way of asking works."""
-    for ask in asking:
+def _count_features(inputs: ModelInputs, counters: Sequence[functools.partial[int]]) -> int:
+    """Return the first count that is found, or zero."""
+    for counter in counters:
         try:
-            told = ask()
-        except Exception as error:  # noqa: BLE001  a layout is a guess, and models fail on wrong ones in any way they like
-            inputs.notes.append(f"{ask.func.__name__}: {in_short(error)}")
+            count = counter()
+        except Exception as error:  # noqa: BLE001  a layout is a guess, and models fail on wrong ones in any way
+            inputs.notes.append(f"{counter.func.__name__}: {summarize_error(error)}")
             continue
-        if told:
-            return told
+        if count:
+            return count
     return 0
 
 
-def _features(method: Callable[..., Any], layout: Recipe) -> int:
-    """How many features a method makes of a layout."""
+def _count_by_method(method: Callable[..., Any], layout: Recipe) -> int:
+    """Count the features that a method of the model makes of a layout."""
     names = inspect.signature(method).parameters
     takes_all = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in names.values())
     batch = {name: value for name, value in make_batch(layout, 0).items() if takes_all or name in names}
@@ -139,20 +147,18 @@ def _features(method: Callable[..., Any], layout: Recipe) -> int:
     return sum(tensor.numel() // tensor.shape[-1] for tensor in _feature_tensors(features))
 
 
-_COMPLAINT = re.compile(r"tokens:? \d+,? features:? (\d+)")
-
-
-def _features_by_complaint(inputs: ModelInputs, recipe: Recipe, token: int) -> int:
-    """The same from models without such a method: given too many placeholders, they say how many they expect."""
-    batch = make_batch(_text_with(inputs, [Planting(recipe, token, MOST // ROWS, 0)]), 0)
+def _count_by_error(inputs: ModelInputs, recipe: Recipe, token: int) -> int:
+    """Give the model too many placeholders, and read from its error how many it expects."""
+    too_many = ModalityInput(recipe, token, _MOST_PLACEHOLDERS // ROWS, 0)
+    batch = make_batch(_text_with(inputs, [too_many]), 0)
     try:
         with torch.no_grad():
             inputs.model(**{name: value for name, value in batch.items() if inputs.takes(name)})
     except ValueError as error:
-        complaint = _COMPLAINT.search(str(error))
-        if complaint is None:
+        mismatch = _MISMATCH.search(str(error))
+        if mismatch is None:
             raise
-        return int(complaint.group(1))
+        return int(mismatch.group(1))
     return 0
 
 
@@ -168,36 +174,37 @@ def _feature_tensors(features: Any) -> list[torch.Tensor]:
     return []
 
 
-def _text_with(inputs: ModelInputs, plantings: list[Planting]) -> Recipe:
-    planted: list[tuple[int, int]] = []
-    kinds: list[tuple[int, int]] = []
+def _text_with(inputs: ModelInputs, modality_inputs: list[ModalityInput]) -> Recipe:
+    """Describe text with the placeholders of each modality in turn, and the arguments that fill them."""
+    special: list[tuple[int, int]] = []
+    token_types: list[tuple[int, int]] = []
     start = 2
-    for planting in plantings:
-        places = range(start, start + planting.count)
-        planted += [(place, planting.token) for place in places]
-        kinds += [(place, planting.kind) for place in places]
-        planted += _marks(inputs, planting, start - 1, places.stop)
-        start = places.stop + 2
+    for given in modality_inputs:
+        positions = range(start, start + given.count)
+        special += [(position, given.token) for position in positions]
+        token_types += [(position, given.token_type) for position in positions]
+        special += _boundary_tokens(inputs, given, start - 1, positions.stop)
+        start = positions.stop + 2
     length = start + LENGTH // 2
-    recipe: Recipe = {"input_ids": inputs.tokens(length, planted)}
+    recipe: Recipe = {"input_ids": inputs.tokens(length, special)}
     recipe["attention_mask"] = ones(ROWS, length)
-    for planting in plantings:
-        recipe |= {n: p for n, p in planting.recipe.items() if n != "attention_mask"}
+    for given in modality_inputs:
+        recipe |= {name: part for name, part in given.recipe.items() if name != "attention_mask"}
     types = torch.zeros(ROWS, length, dtype=torch.long)
-    for place, kind in kinds:
-        types[:, place] = kind
+    for position, token_type in token_types:
+        types[:, position] = token_type
     for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
         if inputs.takes(name):
             recipe[name] = Fixed(types)
     return recipe
 
 
-def _marks(inputs: ModelInputs, planting: Planting, before: int, after: int) -> list[tuple[int, int]]:
-    """Tokens around placeholders, from which some models tell where a picture begins."""
-    if planting.kind == AUDIO:
+def _boundary_tokens(inputs: ModelInputs, given: ModalityInput, before: int, after: int) -> list[tuple[int, int]]:
+    """Return the tokens around placeholders, by which some models find out where an image begins and ends."""
+    if given.token_type == _AUDIO:
         return []
-    marks = (
-        (before, anywhere(inputs.config, "vision_start_token_id", "image_start_token_id", "boi_token_id")),
-        (after, anywhere(inputs.config, "vision_end_token_id", "image_end_token_id", "eoi_token_id")),
+    boundaries = (
+        (before, nested_field(inputs.config, "vision_start_token_id", "image_start_token_id", "boi_token_id")),
+        (after, nested_field(inputs.config, "vision_end_token_id", "image_end_token_id", "eoi_token_id")),
     )
-    return [(place, token) for place, token in marks if isinstance(token, int)]
+    return [(position, token) for position, token in boundaries if isinstance(token, int)]

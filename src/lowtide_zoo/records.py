@@ -1,30 +1,39 @@
-"""What a survey writes down: a line of JSON per architecture, so that it can be watched, and resumed."""
+"""Holds what a survey writes down, a line of JSON per architecture, and sums it up.
+
+Lines are written one by one, so that a survey can be watched, and resumed after it was killed. A check that fails for
+most models says something about the library, not about the models: a summary lists it apart.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import shlex
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.auditing.report import as_json
+from lowtide.auditing.report import RUNS, as_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Status = Literal["audited", "no checkpointing", "refused", "not built", "failed to run", "timed out"]
 
+_MOST = 0.5
+"""A check fails everywhere if it fails for this share of the audited models, and for two at least. Models that it does
+not apply to count as well: what fails for the few that it applies to is not a fact about the library."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class Record:
-    """One architecture under one engine."""
+    """The result of one architecture under one engine."""
 
     model_type: str
     engine: str
     status: Status
     versions: dict[str, str]
     command: str
-    """Repeats this audit; that of Lowtide's engine without tiles, so a failure has its own `command`."""
+    """Repeats this audit. For Lowtide's engine it repeats the one without tiles, so a failure has its own `command`."""
     model_class: str | None = None
     why: str | None = None
     """Why it was not audited or was refused, or why failures could not be confirmed."""
@@ -32,9 +41,9 @@ class Record:
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Failed checks that failed again with other weights and another batch."""
     unconfirmed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Failed checks that did not."""
+    """Failed checks that did not fail again."""
     verdicts: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    """By mode and check."""
+    """Verdicts by mode and check."""
     stacks: list[str] = dataclasses.field(default_factory=list)
     """The stacks of blocks that ran, with the number of blocks."""
 
@@ -43,14 +52,14 @@ class Record:
 
 
 def command_for(model_type: str, engine: str, mode: str | None = None) -> str:
-    """Repeats an audit; where the mode is a policy, under this one."""
+    """Return the command that repeats an audit; where the mode is a policy, under this policy."""
     if mode is None or engine != "lowtide":
         return f"lowtide audit {model_type} --engine {engine}"
     return f"lowtide audit {model_type} --policy {shlex.quote(mode)}"
 
 
 def unfinished(model_type: str, engine: str, status: Status, why: str, seconds: float = 0.0) -> Record:
-    """Of an architecture whose process gave no record."""
+    """Return a record for an architecture whose process gave none."""
     return Record(
         model_type=model_type,
         engine=engine,
@@ -62,13 +71,8 @@ def unfinished(model_type: str, engine: str, status: Status, why: str, seconds: 
     )
 
 
-def surveyed(path: Path, engine: str) -> set[str]:
-    """The model types of which a file has this engine's record."""
-    return {record.model_type for record in read_records(path) if record.engine == engine}
-
-
 def read_records(path: Path) -> list[Record]:
-    """The records of a file; the last one of an architecture counts. A killed run may leave half a line."""
+    """Read the records of a file; the last one of an architecture counts. A killed run may have left half a line."""
     found: dict[tuple[str, str], Record] = {}
     lines = path.read_text().splitlines() if path.exists() else []
     for line in lines:
@@ -78,3 +82,56 @@ def read_records(path: Path) -> list[Record]:
             continue
         found[record.model_type, record.engine] = record
     return list(found.values())
+
+
+def surveyed(path: Path, engine: str) -> set[str]:
+    """Return the model types that a file has a record of under this engine."""
+    return {record.model_type for record in read_records(path) if record.engine == engine}
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Counts over all records of one engine."""
+
+    engine: str
+    total: int
+    by_status: dict[str, int]
+    by_check: dict[str, int]
+    """The number of architectures that fail, by "mode: check"."""
+    everywhere: list[str]
+    """The checks that fail for most models."""
+    failing: dict[str, list[str]]
+    """The checks that an architecture fails, without those that fail everywhere."""
+
+
+def summarize(records: list[Record]) -> Summary:
+    """Count the records of one engine."""
+    audited = [record for record in records if record.status == "audited"]
+    counts: collections.Counter[str] = collections.Counter()
+    for record in audited:
+        counts.update(_failed_checks(record))
+    everywhere = {f"{mode}: {check}" for mode, check in fails_everywhere(audited)}
+    failing = {
+        record.model_type: names
+        for record in audited
+        if (names := [name for name in _failed_checks(record) if name not in everywhere])
+    }
+    return Summary(
+        engine=records[0].engine if records else "",
+        total=len(records),
+        by_status=dict(collections.Counter(record.status for record in records).most_common()),
+        by_check=dict(counts.most_common()),
+        everywhere=sorted(everywhere),
+        failing=failing,
+    )
+
+
+def fails_everywhere(records: list[Record]) -> set[tuple[str, str]]:
+    """Return the checks, with their modes, that fail for half of the models or more."""
+    failed = collections.Counter((f["mode"], f["name"]) for record in records for f in record.failures)
+    audited = collections.Counter((mode, c) for r in records for mode, checks in r.verdicts.items() for c in checks)
+    return {key for key, count in failed.items() if count >= max(2, _MOST * audited[key]) and key[1] != RUNS}
+
+
+def _failed_checks(record: Record) -> list[str]:
+    return [f"{failure['mode']}: {failure['name']}" for failure in record.failures]

@@ -1,7 +1,7 @@
-"""What the integer fields of configurations mean, by their names, and how small each kind may become.
+"""Says how small a tiny model is: upper bounds for the integer fields of configurations, by their names.
 
-The first rule whose pattern matches the whole name decides; a field that none matches keeps its value. Nothing is ever
-enlarged: a rule gives an upper bound.
+The first rule whose pattern matches the whole name decides; a field that no rule matches keeps its value. A rule gives
+an upper bound, so nothing is ever enlarged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SizeProfile:
-    """How small a model becomes. Some architectures only fit a larger one."""
+    """The sizes of a tiny model. Some architectures cannot be built in the small one, and get the large one."""
 
     name: str
     width: int = 64
@@ -35,88 +35,98 @@ SIZE_PROFILES = (
 )
 
 
+def bound_of(name: str, value: int, profile: SizeProfile) -> int:
+    """Return the value that an integer field gets under a profile."""
+    for rule in _RULES:
+        if rule.names.fullmatch(name):
+            return value if rule.bound is None else min(value, rule.bound(profile))
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """One kind of field."""
+class _Rule:
+    """An upper bound for one kind of field."""
 
     names: re.Pattern[str]
     bound: Callable[[SizeProfile], int] | None
-    """The upper bound; without one, the field keeps its value."""
+    """Computes the bound for a profile; without it, the field keeps its value."""
 
 
-def _rule(names: str, bound: Callable[[SizeProfile], int] | int | None) -> Rule:
-    fixed = bound
-    return Rule(re.compile(names), (lambda _: fixed) if isinstance(fixed, int) else fixed)
+def _rule(names: str, bound: Callable[[SizeProfile], int] | int | None) -> _Rule:
+    if isinstance(bound, int):
+        number = bound
+        return _Rule(re.compile(names), lambda _: number)
+    return _Rule(re.compile(names), bound)
 
 
-RULES = (
-    # geometry
+_RULES = (
+    # geometry of channels, kernels and patches
     _rule(r"num_channels|.*in_channels|in_chans|audio_channels|input_channels|.*kernel.*|.*stride.*", None),
     _rule(r".*_merge_size|merge_size|temporal_patch_size|tubelet_size|patch_temporal|.*pad(ding)?", None),
-    # ratios
+    # ratios and factors
     _rule(r".*ratio|.*rate|.*factor|.*_mult|expand|.*_expand|.*multiplier|.*divi.*", None),
-    # switches
+    # switches, and constants of losses
     _rule(r"chunk_size_feed_forward|pretraining_tp|.*loss.*|.*_cost|seed|.*temperature.*|scale.*", None),
-    # types
+    # types and labels
     _rule(r".*type_vocab_size|num_labels|.*_depth_bins|max_depth", None),
-    # features given
+    # widths of features that come from outside
     _rule(r".*_input_dim|input_dim|query_dim|visual_pos_dim|state_dim|act_dim|dim_bbox", None),
     # vocabularies
     _rule(
         r"(.*_)?vocab(_size)?(_.*)?|(.*_)?codebook_size|num_embeddings|num_embeds|.*hash_.*vocab",
         lambda p: p.vocabulary,
     ),
-    # labels of tasks
+    # classes of tasks
     _rule(r"num_(qa|object|attr|bpe|wordpiece)_labels|num_classes|num_clusters|num_ctc_classes", 16),
-    # experts
+    # number of experts
     _rule(r"(.*_)?(num|n)(_.*)?_experts|zero_expert_num", 4),
-    # experts a token
+    # experts per token
     _rule(r"num_experts_per_tok(en)?|moe_topk|moe_k|.*top_?k_experts|num_selected_experts|top_k", 2),
     _rule(r"experts_per_token|moe_top_k|moe_router_topk|num_experts_per_topk|router_top_k", 2),
     # expert groups
     _rule(r"n_group|topk_group|num_expert_groups?|o_groups", 1),
-    # images
+    # image sizes
     _rule(
         r"image_size|input_size|img_size|crop_size|max_image_size|pretrain_image_size|resolution",
         lambda p: p.image,
     ),
-    # patches
+    # patch sizes
     _rule(r"patch_size", lambda p: p.patch),
-    # places for pictures
+    # positions in images
     _rule(r"num_position_embeddings|position_embedding_size|max_num_patches", 64),
-    # picture tokens
+    # tokens per image
     _rule(r"image_seq_len(gth)?|mm_tokens_per_image|num_image_tokens|.*soft_tokens_per_image", 16),
-    # frames
+    # frames of a video
     _rule(r"num_frames|frames_per_clip", 4),
-    # queries
+    # queries and proposals
     _rule(
         r"(.*_)?num_(queries|query_tokens|latents|denoising|object_queries)|.*_n_latents|.*latent_query_num",
         8,
     ),
     _rule(r"two_stage_num_proposals|num_detection_tokens|train_num_points", 8),
-    # windows
+    # windows of attention
     _rule(r"n_window", 8),
     _rule(r"n_window_infer", 32),
     _rule(r"attention_window|window_size|local_window_size|attention_window_size|local_radius", 4),
     _rule(r"sliding_window(_size)?|local_attention|index_topk|(mamba_|attention_)?chunk_size", 8),
-    # sources
+    # positions in an encoder's input
     _rule(r"max_source_positions", 16),
-    # places
+    # positions
     _rule(r"n_positions|n_ctx|max_seq_len|max_sequence_length|max_length|max_target_positions", 128),
     _rule(r"(.*_)?max_position_embeddings|max_(en|de)coder_position_embeddings|max_pos_emb", 128),
     _rule(r"max_(speech|text)_positions|max_ep_len|max_new_tokens|max_text_len(gth)?", 128),
-    # bins
+    # mel bins
     _rule(
         r"(num|n)_mels?(_bins)?|feature_size|input_feat_size|input_feat_per_channel|mel_dim|model_in_dim",
         16,
     ),
-    # groups
+    # groups of norms and convolutions
     _rule(r"num_groups|num_norm_groups|.*conv_pos.*_groups|upsample_groups", 4),
-    # states
+    # widths of state-space states
     _rule(r"mamba_d_state|state_size|ssm_state_size|mamba_state_dim|mamba_d_ssm", 16),
-    # half widths
+    # half widths, for one axis of a position
     _rule(r"num_pos_feats", lambda p: p.width // 2),
-    # rotated widths
+    # rotated part of a head
     _rule(r"rotary_dim", lambda p: p.head_dim // 2),
     # head widths
     _rule(
@@ -147,11 +157,3 @@ RULES = (
     _rule(r"projection_size|latent_size|bottleneck_size|shape_size|coordinate_size", lambda p: p.width),
     _rule(r"(fpn|mask)_feature_size|prediction_head_size", lambda p: p.width),
 )
-
-
-def bound_of(name: str, value: int, plan: SizeProfile) -> int:
-    """The value that an integer field gets in a plan."""
-    for rule in RULES:
-        if rule.names.fullmatch(name):
-            return value if rule.bound is None else min(value, rule.bound(plan))
-    return value

@@ -1,9 +1,7 @@
-"""The survey of one architecture: found, built, audited; and audited again where something failed.
+"""Audits the zoo: one process per architecture, a few at a time, each with a time limit.
 
-False alarms cost more than a missed fault, so a failed check counts only if it fails again with other weights and
-another batch.
-
-Runs a survey: one process per architecture, a few at a time, each with a time limit.
+An architecture is found, built and audited; and audited again if something failed. False alarms cost more than a missed
+fault, so a failed check counts only if it fails again with other weights and another batch.
 
 Processes are forked from a server that has imported torch and transformers once. A crash or a hang costs one
 architecture, never the survey; and what is done is on disk.
@@ -17,7 +15,10 @@ import enum
 import importlib.metadata
 import multiprocessing
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 import lowtide
 import lowtide_zoo as zoo
@@ -44,11 +45,15 @@ TILED = (
     "recompute+tile(mlp, tokens=8)",
     "recompute+tile(loss, loss_tokens=8)",
 )
-"""Of these, the first that is not refused: not every model has a head, or an MLP of its own. Tiles are small, because
-batches are."""
+"""Policies of which the first that is not refused is audited: not every model has a head, or an MLP as a module. Tiles
+are small because batches are."""
 
 REFUSALS = (NoRegionError, NotTokenWiseError, LogitsNotComputedError, SilentNoOpError, CacheError)
-"""What Lowtide says before the first step is over, if a model cannot be run so."""
+"""The errors by which Lowtide refuses, before the first step is over, to run a model under a policy."""
+
+PRELOAD = ["torch._dynamo", "transformers", "transformers.modeling_utils", "lowtide_zoo.survey"]
+
+_VALUE_CHECKS = {"gradients present", "gradient values", "experts", "outputs"}
 
 
 class Engine(enum.StrEnum):
@@ -58,7 +63,94 @@ class Engine(enum.StrEnum):
     """`lowtide.apply`, with recomputation and with tiles."""
 
 
+def run_survey(
+    model_types: Sequence[str],
+    engine: Engine,
+    path: Path,
+    *,
+    workers: int = 2,
+    timeout: float = 180,
+    resume: bool = False,
+    on_record: Callable[[Record], None] = lambda _: None,
+) -> list[Record]:
+    """Audit all of these model types, and write a line for each; with `resume`, skip those that the file has already.
+
+    Without `resume`, the file's records of these types under this engine are replaced; all other records stay.
+    """
+    _prepare(path, engine, () if resume else model_types)
+    done = surveyed(path, engine.value)
+    waiting = [model_type for model_type in model_types if model_type not in done]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    jobs: list[_Job] = []
+    with path.open("a") as file:
+        while waiting or jobs:
+            while waiting and len(jobs) < workers:
+                jobs.append(_Job(context, waiting.pop(0), engine))
+            for job in list(jobs):
+                record = job.poll(timeout)
+                if record is not None:
+                    jobs.remove(job)
+                    file.write(record.to_json() + "\n")
+                    file.flush()
+                    on_record(record)
+            time.sleep(0.02)
+    wanted = set(model_types)
+    return [r for r in read_records(path) if r.engine == engine.value and r.model_type in wanted]
+
+
+def _prepare(path: Path, engine: Engine, replaced: Sequence[str]) -> None:
+    """Cut the file to whole lines, as a killed run may have left half a line, and drop the records to be replaced."""
+    gone = set(replaced)
+    kept = [record for record in read_records(path) if record.engine != engine.value or record.model_type not in gone]
+    path.write_text("".join(f"{record.to_json()}\n" for record in kept))
+
+
+class _Job:
+    """The audit of one architecture in its own process."""
+
+    def __init__(self, context: Any, model_type: str, engine: Engine) -> None:
+        self._model_type, self._engine = model_type, engine
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(model_type, engine.value, sender), daemon=True)
+        self._process.start()
+        sender.close()
+        self._started = time.monotonic()
+
+    def poll(self, timeout: float) -> Record | None:
+        """Return the record once there is one, or a record of what went wrong if there will be none."""
+        record = None
+        if self._receiver.poll():
+            try:
+                record = self._receiver.recv()
+            except EOFError:
+                self._process.join()
+                record = self._unfinished("failed to run", f"the process died with code {self._process.exitcode}")
+        elif time.monotonic() - self._started > timeout:
+            record = self._unfinished("timed out", f"no result within {timeout:.0f} s")
+        if record is not None:
+            self._process.kill()
+            self._process.join()
+            self._receiver.close()
+        return record
+
+    def _unfinished(self, status: Status, why: str) -> Record:
+        return unfinished(self._model_type, self._engine.value, status, why, time.monotonic() - self._started)
+
+
+def _work(model_type: str, engine: str, sender: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # models warn about odd set-ups, which the verdicts report anyway
+    try:
+        record = survey_one(model_type, Engine(engine))
+    except Exception as error:  # noqa: BLE001  whatever it was, it costs one architecture
+        record = unfinished(model_type, engine, "failed to run", f"{type(error).__name__}: {error}")
+    sender.send(record)
+    sender.close()
+
+
 def survey_one(model_type: str, engine: Engine) -> Record:
+    """Find, build and audit one architecture, in this process."""
     started = time.monotonic()
     record = Record(
         model_type=model_type,
@@ -99,34 +191,42 @@ def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
         record.why = "; ".join(f"{policy} is refused: {why}" for policy, why in refusals.items())
     if any(report.failures for report in reports):
         names = {check.name for report in reports for check in report.failures if check.name in CHECKS}
-        _confirm(record, reports, _again(record, tiny_model, engine, accepted, sorted(names)))
+        _confirm(record, reports, _audit_again(record, tiny_model, engine, accepted, sorted(names)))
 
 
-def _again(
-    record: Record, tiny_model: zoo.TinyModel, engine: Engine, policies: list[str], checks: list[str]
-) -> list[AuditReport]:
-    """With other weights and another batch. If that cannot be run, what failed is unconfirmed, and not forgotten."""
-    try:
-        return audit_tiny_model(tiny_model, engine, policies, seed=1, checks=checks)
-    except Exception as error:  # noqa: BLE001  whatever it was, the first audit stands
-        why = f"what failed could not be confirmed: {type(error).__name__}: {error}"
-        record.why = f"{record.why}; {why}" if record.why else why
-        return []
+def _policies(model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Return the policies to audit, and those that Lowtide refuses for this model, with its words.
+
+    A whole step is run under each, because the guard reports at the end of backward.
+    """
+    refused: dict[str, str] = {}
+
+    def accepts(policy: str) -> bool:
+        try:
+            with lowtide.apply(model, policy):
+                objective(model(**batch), None).backward()  # type: ignore[no-untyped-call]
+        except REFUSALS as error:
+            refused[policy] = f"{type(error).__name__}: {error}"
+            return False
+        except Exception:  # noqa: BLE001  not a refusal: the audit says what it is
+            return True
+        finally:
+            model.zero_grad()
+        return True
+
+    accepted = [policy for policy in POLICIES if accepts(policy)]
+    accepted += next(([policy] for policy in TILED if accepts(policy)), [])
+    return accepted, refused
 
 
 def audit_tiny_model(
     tiny_model: zoo.TinyModel, engine: Engine, policies: list[str], *, seed: int, checks: list[str] | None = None
 ) -> list[AuditReport]:
-    """One report for transformers' own modes, or one per policy."""
+    """Return one report for transformers' own modes, or one per policy."""
     model, batch = tiny_model.build(seed), tiny_model.batch(seed)
     if engine is Engine.TRANSFORMERS:
         return [audit(model, batch, modes=MODES, checks=checks, dropout=DROPOUT, seed=seed)]
     return [_audit_policy(model, batch, policy, seed, checks) for policy in policies]
-
-
-def dropout_under(policy: lowtide.Policy) -> float:
-    """A tile draws masks of its own, which are others than those of the whole: tiles are judged without."""
-    return 0.0 if any(part.tile for part in (policy, *(rule for _, rule in policy.overrides))) else DROPOUT
 
 
 def _audit_policy(
@@ -140,153 +240,52 @@ def _audit_policy(
     return dataclasses.replace(
         report,
         checks=[dataclasses.replace(check, mode=policy) for check in _comparable(policy, report.checks)],
-        blocks=dict(zip([policy], report.blocks.values(), strict=False)),  # none, if it did not run
+        blocks=dict(zip([policy], report.blocks.values(), strict=False)),  # empty if the set-up did not run
     )
 
 
-_VALUES = {"gradients present", "gradient values", "experts", "outputs"}
+def dropout_under(policy: lowtide.Policy) -> float:
+    """Return the dropout to audit with: none under tiles, whose masks differ from those of the whole input."""
+    return 0.0 if any(part.tile for part in (policy, *(rule for _, rule in policy.overrides))) else DROPOUT
 
 
 def _comparable(policy: str, checks: list[CheckResult]) -> list[CheckResult]:
-    """Nor are values judged where a model draws by itself in what is tiled, as PhiMoE's router does."""
+    """Judge no values where the tiled part of a model draws random numbers by itself, as PhiMoE's router does."""
     if "tile" not in policy or not any(check.evidence.get("other_draws_in_forward") for check in checks):
         return checks
     return [
         dataclasses.replace(
-            check, verdict=Verdict.INCONCLUSIVE, summary=f"{check.summary}; but tiles draw random numbers of their own"
+            check, verdict=Verdict.INCONCLUSIVE, summary=f"{check.summary}; but each tile draws its own random numbers"
         )
-        if check.name in _VALUES and check.verdict is Verdict.FAIL
+        if check.name in _VALUE_CHECKS and check.verdict is Verdict.FAIL
         else check
         for check in checks
     ]
 
 
-def _policies(model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """The policies to audit, and those that Lowtide refuses for this model, with its words: in a whole step, because
-    the guard speaks at the end of backward."""
-    refused: dict[str, str] = {}
-
-    def accepts(policy: str) -> bool:
-        try:
-            with lowtide.apply(model, policy):
-                objective(model(**batch), None).backward()  # type: ignore[no-untyped-call]
-        except REFUSALS as error:
-            refused[policy] = f"{type(error).__name__}: {error}"
-            return False
-        except Exception:  # noqa: BLE001  no refusal: the audit says what it is
-            return True
-        finally:
-            model.zero_grad()
-        return True
-
-    accepted = [policy for policy in POLICIES if accepts(policy)]
-    accepted += next(([policy] for policy in TILED if accepts(policy)), [])
-    return accepted, refused
+def _audit_again(
+    record: Record, tiny_model: zoo.TinyModel, engine: Engine, policies: list[str], checks: list[str]
+) -> list[AuditReport]:
+    """Audit with other weights and another batch. If that cannot be run, the failures are kept as unconfirmed."""
+    try:
+        return audit_tiny_model(tiny_model, engine, policies, seed=1, checks=checks)
+    except Exception as error:  # noqa: BLE001  whatever it was, the first audit stands
+        why = f"what failed could not be confirmed: {type(error).__name__}: {error}"
+        record.why = f"{record.why}; {why}" if record.why else why
+        return []
 
 
 def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]) -> None:
+    """Enter the failures of the first audit: those that failed in the second, too, and those that did not."""
     again = {(check.mode, check.name) for report in second for check in report.failures}
     for report in first:
         for check in report.failures:
-            known: dict[str, Any] = check.to_dict()
-            del known["verdict"]
-            known["command"] = command_for(record.model_type, record.engine, check.mode)
-            (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(known)
+            failure: dict[str, Any] = check.to_dict()
+            del failure["verdict"]
+            failure["command"] = command_for(record.model_type, record.engine, check.mode)
+            (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(failure)
 
 
 def _stacks(report: AuditReport) -> list[str]:
     blocks = next(iter(report.blocks.values()), [])
     return [f"{name} x{count}" for name, count in collections.Counter(block["stack"] for block in blocks).items()]
-
-
-PRELOAD = ["torch._dynamo", "transformers", "transformers.modeling_utils", "lowtide_zoo.survey"]
-
-
-class _Job:
-    """One architecture in a process of its own."""
-
-    def __init__(self, context: Any, model_type: str, engine: Engine) -> None:
-        self._model_type, self._engine = model_type, engine
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(model_type, engine.value, sender), daemon=True)
-        self._process.start()
-        sender.close()
-        self._started = time.monotonic()
-
-    def poll(self, timeout: float) -> Record | None:
-        """Its record, once there is one; a record of what went wrong, if there will be none."""
-        record = None
-        if self._receiver.poll():
-            try:
-                record = self._receiver.recv()
-            except EOFError:
-                self._process.join()
-                record = self._unfinished("failed to run", f"the process died with code {self._process.exitcode}")
-        elif time.monotonic() - self._started > timeout:
-            record = self._unfinished("timed out", f"no result within {timeout:.0f} s")
-        if record is not None:
-            self._process.kill()
-            self._process.join()
-            self._receiver.close()
-        return record
-
-    def _unfinished(self, status: Status, why: str) -> Record:
-        return unfinished(self._model_type, self._engine.value, status, why, time.monotonic() - self._started)
-
-
-def _work(model_type: str, engine: str, sender: Any) -> None:
-    import warnings
-
-    import torch
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of models that are told to do odd things; the verdicts tell
-    try:
-        record = survey_one(model_type, Engine(engine))
-    except Exception as error:  # noqa: BLE001  whatever it was, it is one architecture's
-        record = unfinished(model_type, engine, "failed to run", f"{type(error).__name__}: {error}")
-    sender.send(record)
-    sender.close()
-
-
-def run_survey(
-    model_types: Sequence[str],
-    engine: Engine,
-    path: Path,
-    *,
-    workers: int = 2,
-    timeout: float = 180,
-    resume: bool = False,
-    on_record: Callable[[Record], None] = lambda _: None,
-) -> list[Record]:
-    """Audit all of these, writing a line for each; with `resume`, those that the file has already are left out.
-
-    Without it, the file's records of these under this engine go; those of others stay.
-    """
-    _prepare(path, engine, () if resume else model_types)
-    done = surveyed(path, engine.value)
-    waiting = [model_type for model_type in model_types if model_type not in done]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    jobs: list[_Job] = []
-    with path.open("a") as file:
-        while waiting or jobs:
-            while waiting and len(jobs) < workers:
-                jobs.append(_Job(context, waiting.pop(0), engine))
-            for job in list(jobs):
-                record = job.poll(timeout)
-                if record is not None:
-                    jobs.remove(job)
-                    file.write(record.to_json() + "\n")
-                    file.flush()
-                    on_record(record)
-            time.sleep(0.02)
-    wanted = set(model_types)
-    return [r for r in read_records(path) if r.engine == engine.value and r.model_type in wanted]
-
-
-def _prepare(path: Path, engine: Engine, anew: Sequence[str]) -> None:
-    """Cut the file to whole lines, for a killed run may have left half a line; drop the records to be made anew."""
-    gone = set(anew)
-    kept = [record for record in read_records(path) if record.engine != engine.value or record.model_type not in gone]
-    path.write_text("".join(f"{record.to_json()}\n" for record in kept))

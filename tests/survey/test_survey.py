@@ -15,10 +15,9 @@ import lowtide
 import lowtide_zoo as zoo
 from lowtide.auditing import AuditReport, CannotAuditError, CheckResult, Verdict
 from lowtide.targets.audited import Target
-from lowtide_zoo import survey as one
-from lowtide_zoo import survey as run
-from lowtide_zoo.page import as_json, as_text, summarize
-from lowtide_zoo.records import Record, read_records
+from lowtide_zoo import survey
+from lowtide_zoo.page import as_json, as_text
+from lowtide_zoo.records import Record, read_records, summarize
 from lowtide_zoo.survey import Engine, run_survey, survey_one
 from support import needs_zoo
 
@@ -91,7 +90,7 @@ def hangs(model_type, engine, sender):
 
 @pytest.mark.parametrize(("work", "status", "why"), [(dies, "failed to run", "code 3"), (hangs, "timed out", "2 s")])
 def test_a_process_that_dies_or_hangs_costs_one_architecture(tmp_path, monkeypatch, work, status, why):
-    monkeypatch.setattr(run, "_work", work)
+    monkeypatch.setattr(survey, "_work", work)
     (found,) = run_survey(["llama"], Engine.LOWTIDE, tmp_path / "r.jsonl", timeout=2)
     assert found.status == status
     assert why in found.why
@@ -105,7 +104,7 @@ def report(*failures, mode="default"):
 @needs_zoo
 def test_a_failure_that_does_not_come_again_is_not_listed(monkeypatch):
     answers = iter([report("memory", "outputs"), report("memory")])
-    monkeypatch.setattr(one, "audit_tiny_model", lambda *_, **__: next(answers))
+    monkeypatch.setattr(survey, "audit_tiny_model", lambda *_, **__: next(answers))
     found = survey_one("llama", Engine.TRANSFORMERS)
     assert [f["name"] for f in found.failures] == ["memory"]
     assert [f["name"] for f in found.unconfirmed] == ["outputs"]
@@ -118,7 +117,7 @@ def test_a_second_audit_that_cannot_run_loses_no_failure(monkeypatch):
             raise CannotAuditError("no other batch")
         return report("memory")
 
-    monkeypatch.setattr(one, "audit_tiny_model", audit_tiny_model)
+    monkeypatch.setattr(survey, "audit_tiny_model", audit_tiny_model)
     found = survey_one("llama", Engine.TRANSFORMERS)
     assert found.status == "audited"
     assert [f["name"] for f in found.unconfirmed] == ["memory"]
@@ -138,7 +137,7 @@ def test_a_second_audit_that_cannot_run_loses_no_failure(monkeypatch):
     ],
 )
 def test_a_failure_has_the_command_that_repeats_it(monkeypatch, engine, mode, command):
-    monkeypatch.setattr(one, "audit_tiny_model", lambda *_, **__: report("memory", mode=mode))
+    monkeypatch.setattr(survey, "audit_tiny_model", lambda *_, **__: report("memory", mode=mode))
     assert [f["command"] for f in survey_one("llama", engine).failures] == [command]
 
 
@@ -168,7 +167,7 @@ def test_a_crash_of_our_own_engine_is_a_failure(monkeypatch):
 )
 def test_a_refusal_by_name_is_no_failure(model_type, why):
     tiny_model = zoo.find(model_type)
-    accepted, refused = one._policies(tiny_model.build(0), tiny_model.batch(0))
+    accepted, refused = survey._policies(tiny_model.build(0), tiny_model.batch(0))
     assert accepted[0] == "recompute"
     assert not any("loss" in policy for policy in accepted)
     assert any(words.startswith(why) for words in refused.values())
@@ -188,7 +187,7 @@ def test_values_are_not_judged_if_tiles_draw_numbers_of_their_own(policy, others
     drawn = CheckResult(
         name="random state", mode="m", verdict=Verdict.PASS, summary="s", evidence={"other_draws_in_forward": others}
     )
-    assert {c.name: c.verdict.value for c in one._comparable(policy, [*checks, drawn])[:-1]} == expected
+    assert {c.name: c.verdict.value for c in survey._comparable(policy, [*checks, drawn])[:-1]} == expected
 
 
 def test_a_fault_of_tiles_is_not_taken_for_random_numbers(monkeypatch):
@@ -202,7 +201,7 @@ def test_a_fault_of_tiles_is_not_taken_for_random_numbers(monkeypatch):
         return applied
 
     monkeypatch.setattr(lowtide, "apply", broken)
-    report = one._audit_policy(*tiny_models.llama(), one.TILED[0], 0, ["gradient values", "random state"])
+    report = survey._audit_policy(*tiny_models.llama(), survey.TILED[0], 0, ["gradient values", "random state"])
     assert [check.name for check in report.failures] == ["gradient values"], report
 
 

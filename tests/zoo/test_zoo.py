@@ -16,12 +16,13 @@ from torch import nn
 import lowtide_zoo as zoo
 from lowtide.errors import LowtideError
 from lowtide.randomness import seeded
-from lowtide_zoo.find import Outcome, fitting_batch
+from lowtide_zoo.find import fitting_batch
+from lowtide_zoo.tiny_model import Outcome
 from support import needs_zoo
 
 pytestmark = needs_zoo
 
-# One of each: language models dense, mixed, hybrid and encoder-decoder; towers for pictures, video and sound beside
+# One of each: language models dense, mixed, hybrid and encoder-decoder; towers for images, video and audio beside
 # them; vision, audio and time series alone.
 WITH_TOWERS = {
     "blip-2": ("vision_model", "qformer", "language_model"),
@@ -104,7 +105,7 @@ def shapes(value: object) -> object:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_specimen_trains(model_type):
+def test_a_tiny_model_trains(model_type):
     found = tiny_model(model_type)
     model, batch = found.build(), found.batch()
     assert model.training
