@@ -7,8 +7,9 @@ of the model (`trial`). What it hands out, a `TinyModel`, builds the same model 
 
 from __future__ import annotations
 
+from lowtide.errors import CannotBuildError
 from lowtide_zoo.classes import model_types
-from lowtide_zoo.find import CannotBuildError, find
+from lowtide_zoo.find import find
 from lowtide_zoo.tiny_model import TinyModel
 
 __all__ = ["CannotBuildError", "TinyModel", "find", "model_types"]

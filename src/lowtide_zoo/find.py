@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide.errors import LowtideError
+from lowtide.errors import CannotBuildError
 from lowtide.randomness import seeded
 from lowtide_zoo.audio import series, spectrograms, waveforms
 from lowtide_zoo.classes import configuration_class, missing_package, model_classes, model_types
@@ -186,22 +186,6 @@ MOST_BATCHES = 60
 
 # Parts of some models never have gradients. After so many batches that train no more than others did, it is enough.
 PATIENCE = 4
-
-# Of the reasons for a failure, so many from the beginning and from the end are shown.
-_SHOWN = 4
-
-
-class CannotBuildError(LowtideError):
-    """No tiny model of an architecture could be made to train; the message says what was tried."""
-
-    def __init__(self, model_type: str, reasons: list[str]) -> None:
-        self.model_type = model_type
-        self.reasons = tuple(reasons)
-        different = list(dict.fromkeys(reasons))
-        left_out = len(different) - 2 * _SHOWN
-        if left_out > 0:
-            different = [*different[:_SHOWN], f"... {left_out} more ...", *different[-_SHOWN:]]
-        super().__init__("\n  ".join([f"No tiny model of {model_type!r} could be built:", *different]))
 
 
 @dataclasses.dataclass(frozen=True)
