@@ -159,7 +159,7 @@ def test_nothing_is_proved_by_gradients_that_are_all_zero():
     assert not report.ok
     assert [check.name for check in report.unproven] == ["gradients present", "gradient values"]
     assert "not proven" in report.conclusion
-    assert "remedy: give a batch with labels that count" in str(report)
+    assert "remedy: give a batch with labels that are not all ignored" in str(report)
 
 
 def test_a_loss_that_is_no_number_proves_nothing():
