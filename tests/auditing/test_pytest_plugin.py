@@ -197,7 +197,11 @@ def test_a_set_up_that_raises_fails_one_test_and_skips_the_rest(run):
     done = run(ONE_PER_CHECK.format(options="BROKEN"), "-rA")
     done.assert_outcomes(failed=1, skipped=len(CHECKS))
     done.stdout.fnmatch_lines_random(
-        ["FAILED *test_checkpointing?runs?*", "*this set-up is broken*", "SKIPPED*not run: the set-up failed before this check*"]
+        [
+            "FAILED *test_checkpointing?runs?*",
+            "*this set-up is broken*",
+            "SKIPPED*not run: the set-up failed before this check*",
+        ]
     )
 
 
