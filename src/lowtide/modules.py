@@ -39,7 +39,7 @@ def plain_name(name: str) -> str:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once, by its plain name. A wrapper shares the name of what is inside: the latter is yielded."""
+    """Yield every module once, by its plain name. A wrapper shares that name with what it wraps, which is yielded."""
     found = {plain_name(name): module for name, module in unwrap_ddp(model).named_modules()}
     return iter(found.items())
 
