@@ -1,4 +1,4 @@
-"""Fixtures for pytest: audit a model in a test, or get one test for each check.
+"""Adds fixtures to pytest that audit a model: in one test, or in one test for each check.
 
     def test_model(lowtide_audit):
         lowtide_audit(model, batch, configure=set_up)
@@ -10,10 +10,10 @@
     def test_checkpointing(lowtide_check):
         lowtide_check.assert_ok()
 
-The second way runs the audit once per module and gives `test_checkpointing[gradient values]` and so on.
+The second way runs the audit once per module and collects `test_checkpointing[gradient values]` and so on.
 
-Pytest imports this module in every run of everybody who has Lowtide installed. So it imports neither the package nor
-torch until a test asks for one of the fixtures.
+Pytest imports this module in every run of everybody who has Lowtide installed. So neither the package nor torch is
+imported before a test asks for one of the fixtures.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
     from lowtide.auditing import AuditReport, CheckResult
 
-_ABSENT = "not run: the set-up fails before it, or it was not asked for"
+_NOT_RUN = "not run: the set-up failed before this check, or the check was not asked for"
 
 
 @pytest.fixture
 def lowtide_audit() -> Callable[..., AuditReport]:
-    """Audit a model, with the arguments of `lowtide.auditing.audit`. A failed check fails the test."""
+    """Audit a model, with the arguments of `lowtide.audit`. A failed check fails the test."""
     return _audit_or_fail
 
 
 @pytest.fixture(scope="module")
 def lowtide_model() -> NoReturn:
-    """Define a fixture of this name: it returns `model, batch`, or `model, batch, options` for the audit."""
+    """Define a fixture with this name that returns `model, batch`, or `model, batch, options` for the audit."""
     pytest.fail(
         'lowtide_check needs a fixture lowtide_model with scope="module" that returns model, batch or '
         'model, batch, {"configure": ...}',
@@ -49,14 +49,14 @@ def lowtide_model() -> NoReturn:
 
 @pytest.fixture(scope="module")
 def lowtide_report(lowtide_model: tuple[Any, ...]) -> AuditReport:
-    """The audit of `lowtide_model`, run once; failed checks are left to those who look at it."""
+    """Audit `lowtide_model` once. A failed check does not fail the fixture: tests look at the report."""
     model, batch, *options = lowtide_model
     return _audit(model, batch, **(options[0] if options else {}))
 
 
 @pytest.fixture
 def lowtide_check(request: pytest.FixtureRequest, lowtide_report: AuditReport) -> NamedCheck:
-    """One check of `lowtide_model`'s audit; a test that uses it runs once for each."""
+    """Give one check of `lowtide_model`'s audit; a test that uses it runs once for each check."""
     return NamedCheck(request.param, lowtide_report)
 
 
@@ -80,7 +80,7 @@ class NamedCheck:
         return [check for check in self.report.checks if check.name == self.name]
 
     def assert_ok(self) -> None:
-        """Fails if the check failed in any mode. Skips, with the reason, if it passed in none: nothing is proven."""
+        """Fail if the check failed in any mode. Skip, with the reason, if it passed in none: nothing is proven."""
         __tracebackhide__ = True
         from lowtide.auditing.report import RUNS
 
@@ -89,15 +89,15 @@ class NamedCheck:
             pytest.fail("\n\n".join(map(_message, failed)), pytrace=False)
         if self.name == RUNS or any(check.verdict == "pass" for check in self.outcomes):
             return
-        pytest.skip("; ".join(f"[{c.mode}] {c.verdict}: {c.summary}" for c in self.outcomes) or _ABSENT)
+        pytest.skip("; ".join(f"[{c.mode}] {c.verdict}: {c.summary}" for c in self.outcomes) or _NOT_RUN)
 
 
 def _audit_or_fail(model: Any, batch: Any, **options: Any) -> AuditReport:
     __tracebackhide__ = True
     report = _audit(model, batch, **options)
     if report.failures:
-        told = [f"{report.model}: {report.conclusion}", *map(_message, report.failures)]
-        pytest.fail("\n\n".join(told), pytrace=False)
+        paragraphs = [f"{report.model}: {report.conclusion}", *map(_message, report.failures)]
+        pytest.fail("\n\n".join(paragraphs), pytrace=False)
     if not report.ok:
         pytest.fail(f"{report.conclusion}\n{report}", pytrace=False)
     return report
@@ -110,8 +110,8 @@ def _audit(model: Any, batch: Any, **options: Any) -> AuditReport:
     try:
         return audit(model, batch, **options)
     except CannotAuditError as error:
-        why = str(error)
-    pytest.fail(f"the audit cannot run: {why}", pytrace=False)  # out of the handler: no chain of tracebacks
+        reason = str(error)
+    pytest.fail(f"the audit cannot run: {reason}", pytrace=False)  # outside the handler: no chained tracebacks
 
 
 def _message(check: CheckResult) -> str:

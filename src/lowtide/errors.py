@@ -1,9 +1,31 @@
-"""The one exception tree: everything Lowtide raises on purpose is a `LowtideError`.
+"""The one exception tree: everything that Lowtide raises on purpose is a `LowtideError`.
 
-A message names what was wrong, where, and what to do about it. Errors that have a natural built-in parent (a bad value,
-a failed import) inherit from it too, so that callers who never heard of Lowtide handle them as usual.
+    LowtideError                 the base class: catches all of them
+    |-- InvalidValueError        an argument or a setting cannot be honoured [ValueError]
+    |-- MissingDependencyError   an optional package is not installed [ImportError]
+    |-- SimDeviceError           the emulated device cannot be used here [RuntimeError]
+    |   `-- SimBuildError        its extension could not be compiled
+    |-- DeviceViolationError     a program broke the rules of an asynchronous device [RuntimeError]
+    |-- OffloadError             saved tensors cannot be moved as asked [RuntimeError]
+    |   `-- StoreError           a store failed, or cannot be used as asked
+    |-- InPlaceError             a saved tensor was changed in place [RuntimeError]
+    |-- SilentNoOpError          a region kept its activations although the policy says otherwise [RuntimeError]
+    |-- CacheError               a recompute would need a key-value cache [RuntimeError]
+    |-- NoRegionError            the model has no region that a policy could act on [ValueError]
+    |-- NotTokenWiseError        a module cannot be tiled: it mixes tokens [ValueError]
+    |-- LogitsNotComputedError   the logits were deferred, and something reads them [AttributeError]
+    |-- PlanError                a training step cannot be simulated [RuntimeError]
+    |   |-- DoesNotFitError      no policy fits the budget
+    |   `-- OutOfCapacityError   a simulated allocator ran out of memory
+    |-- CannotAuditError         the audit has no training step to judge by [ValueError]
+    |   `-- NoGradientError      the loss requires no gradient
+    |-- CannotBuildError         the zoo found no tiny model of an architecture that trains
+    `-- DemoError                the demo did not show what it should
 
-Why an audit could not be run at all. A check that fails is no error: it is a verdict.
+A message says what was wrong, where, and what to do about it. An error with a natural built-in parent (in brackets,
+inherited by its children) is one, too, so that callers who never heard of Lowtide handle it as usual.
+
+A check that fails is not an error: it is a verdict of the audit.
 """
 
 from __future__ import annotations
@@ -48,19 +70,19 @@ class InPlaceError(LowtideError, RuntimeError):
 
 
 class SilentNoOpError(LowtideError, RuntimeError):
-    """A region should have been recomputed or offloaded, and was not."""
+    """A region should have been recomputed, offloaded or tiled, and was not."""
 
 
 class CacheError(LowtideError, RuntimeError):
-    """A block that is to be recomputed needs what is in a key-value cache."""
+    """A region that is to be recomputed depends on the contents of a key-value cache."""
 
 
 class NoRegionError(LowtideError, ValueError):
-    """No block was found in the model that a policy could act on."""
+    """The model has no region that a policy could act on."""
 
 
 class NotTokenWiseError(LowtideError, ValueError):
-    """A module that should be tiled makes something of a token that depends on other tokens."""
+    """A module that should be tiled computes something for one token that depends on other tokens."""
 
 
 class LogitsNotComputedError(LowtideError, AttributeError):
@@ -68,11 +90,15 @@ class LogitsNotComputedError(LowtideError, AttributeError):
 
 
 class PlanError(LowtideError, RuntimeError):
-    """A step cannot be simulated: the model, the batch or the device is not known well enough."""
+    """A step cannot be simulated: too little is known about the model, the batch or the device."""
 
 
 class DoesNotFitError(PlanError):
-    """No policy fits the budget; the message says what the least is."""
+    """No policy fits the budget; the message says how much the smallest one needs."""
+
+
+class OutOfCapacityError(PlanError):
+    """The simulated allocator cannot serve a request within its capacity. The planner catches it as it searches."""
 
 
 class CannotAuditError(LowtideError, ValueError):
@@ -80,7 +106,7 @@ class CannotAuditError(LowtideError, ValueError):
 
 
 class NoGradientError(CannotAuditError):
-    """The loss needs no gradient. Of the plain model there is nothing to judge then; of a set-up it is a verdict."""
+    """The loss requires no gradient. The plain model cannot be audited then; a set-up fails its audit."""
 
 
 class CannotBuildError(LowtideError):
@@ -97,3 +123,7 @@ class CannotBuildError(LowtideError):
         if left_out > 0:
             different = [*different[: self._SHOWN], f"... {left_out} more ...", *different[-self._SHOWN :]]
         super().__init__("\n  ".join([f"No tiny model of {model_type!r} could be built:", *different]))
+
+
+class DemoError(LowtideError):
+    """The demo did not show what it should; the message says which part."""

@@ -1,7 +1,7 @@
 """Names the parts of a model: modules, parameters and buffers without what wrappers add, and groups of neighbours.
 
-Wrappers (DDP, torch's checkpoint and FSDP1 wrappers, `torch.compile`) put words of their own into names. Two set-ups of
-one model can be compared, and a report can be read, only without them.
+Wrappers (DDP, torch's checkpoint and FSDP1 wrappers, `torch.compile`) add words to names. Only without these words can
+two set-ups of one model be compared, and a report be read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$")
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, whose names are the ones people know; any other model is returned as it is."""
+    """Return the model inside DDP, whose names are the ones people know; return any other model as it is."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def unwrap_checkpoint(module: nn.Module) -> nn.Module:
-    """Return the module inside torch's `CheckpointWrapper`; any other module is returned as it is."""
+    """Return the module inside torch's `CheckpointWrapper`; return any other module as it is."""
     wrapped = getattr(module, "_checkpoint_wrapped_module", None)
     return wrapped if isinstance(wrapped, nn.Module) else module
 
@@ -39,7 +39,7 @@ def plain_name(name: str) -> str:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once, by its plain name; a wrapper shares its content's name, and the content is yielded."""
+    """Yield every module once, by its plain name. A wrapper shares that name with what it wraps, which is yielded."""
     found = {plain_name(name): module for name, module in unwrap_ddp(model).named_modules()}
     return iter(found.items())
 
@@ -55,19 +55,19 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Yield the names of the modules around a module: `a.b.c` lies in `a.b` and in `a`."""
+    """Yield the names of the modules around a module, innermost first: `a.b.c` lies in `a.b` and in `a`."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter; the CPU for a model without parameters."""
+    """Return the device of the model's first parameter; the CPU if it has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def stack_of(name: str) -> tuple[str, ...]:
-    """Split a name around its last number: neighbours in one stack have the same parts."""
+    """Split a name around its last number: neighbours in one stack have the same two parts."""
     match = _NUMBERED.match(name)
     return (match["before"], match["after"]) if match else (name,)
 
@@ -78,7 +78,7 @@ class _Named(Protocol):
 
 
 def grouped_name(group: Sequence[_Named]) -> str:
-    """Name neighbours of one stack in one word: `layers.0-35 x36`."""
+    """Name the neighbours of one stack in one word, such as `layers.0-35 x36`."""
     first, last = (_NUMBERED.match(group[place].name) for place in (0, -1))
     if len(group) == 1 or first is None or last is None:
         return group[0].name
@@ -86,7 +86,7 @@ def grouped_name(group: Sequence[_Named]) -> str:
 
 
 def range_of(group: Sequence[object], figure: str) -> str:
-    """Format the bytes of neighbours: one size, or the least and the most."""
+    """Format one attribute of neighbours in bytes: as one size, or as the smallest and the largest."""
     values = sorted(getattr(region, figure) for region in group)
     if values[0] == values[-1]:
         return format_bytes(values[0])

@@ -1,8 +1,8 @@
-"""Saves, sets and puts back the random generators: torch's on the CPU and on devices, Python's and NumPy's.
+"""Saves, seeds and restores the random generators: torch's on the CPU and on devices, Python's and NumPy's.
 
-A recompute restores what its first run found (`RandomState`); an audit and the zoo run every step from one seed and
-leave the caller's generators as they were. `torch.manual_seed` is avoided throughout: it seeds every device of the
-machine, and what is not touched need not be put back.
+A recompute restores the state that its first run found (`RandomState`); the audit and the zoo run every step from one
+seed and leave the caller's generators as they were. `torch.manual_seed` is avoided throughout: it seeds every device of
+the machine, and a generator that is not touched need not be put back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """The state of the CPU's generator and of those of the devices that some tensors live on."""
+    """A snapshot of the CPU's generator and of the generators of the devices that the given tensors live on."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._device = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), None)
@@ -34,8 +34,8 @@ class RandomState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState) or self._devices != other._devices:
             return NotImplemented
-        mine, others = [self._cpu, *self._states], [other._cpu, *other._states]
-        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+        pairs = zip([self._cpu, *self._states], [other._cpu, *other._states], strict=True)
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -50,7 +50,7 @@ class RandomState:
 
 
 def set_seed(seed: int, devices: list[torch.device]) -> None:
-    """Seed Python's, NumPy's and the CPU's generators, and those of `devices`."""
+    """Seed Python's, NumPy's and the CPU's generators, and the generators of `devices`."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  (models draw from this one)
     torch.default_generator.manual_seed(seed)
@@ -61,7 +61,7 @@ def set_seed(seed: int, devices: list[torch.device]) -> None:
 
 @contextlib.contextmanager
 def preserved_generators(model: nn.Module) -> Iterator[list[torch.device]]:
-    """Put back every generator that a step of `model` may draw from, and hand out the model's accelerator devices."""
+    """Restore, at the end, every generator that a step of `model` may draw from; yields the model's accelerators."""
     kind = device_of(model).type
     devices = sorted({p.device for p in model.parameters() if p.device.type == kind != "cpu"}, key=str)
     with _preserved(devices):
@@ -70,7 +70,7 @@ def preserved_generators(model: nn.Module) -> Iterator[list[torch.device]]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from this seed inside, on the CPU alone; the caller's generators are as they were afterwards."""
+    """Seed the CPU's generators inside, and leave the caller's as they were."""
     with _preserved([]):
         set_seed(seed, [])
         yield

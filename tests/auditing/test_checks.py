@@ -159,7 +159,7 @@ def test_nothing_is_proved_by_gradients_that_are_all_zero():
     assert not report.ok
     assert [check.name for check in report.unproven] == ["gradients present", "gradient values"]
     assert "not proven" in report.conclusion
-    assert "remedy: give a batch with labels that count" in str(report)
+    assert "remedy: give a batch with labels that are not all ignored" in str(report)
 
 
 def test_a_loss_that_is_no_number_proves_nothing():
@@ -383,6 +383,16 @@ def test_a_set_up_that_raises():
     report = audit(model, batch, configure=Raises(), loss=loss)
     assert failed(report) == {"runs"}
     assert "not on Mondays" in report["runs"].summary
+    assert report.blocks == {}
+
+
+def test_the_report_lists_the_blocks_of_every_set_up_that_ran():
+    model, batch = net()
+    report = audit(model, batch, configure=Engine(), loss=loss, checks=["recomputed"])
+    (blocks,) = report.blocks.values()
+    assert [block["name"] for block in blocks] == [f"layers.{number}" for number in range(6)]
+    assert all(block["forward"] == block["backward"] == 1 for block in blocks)
+    assert all(0 < block["bytes"] < block["plain_bytes"] for block in blocks)
 
 
 def test_a_set_up_that_lowtide_refuses():

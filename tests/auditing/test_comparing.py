@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.auditing.comparison import compare, error_beyond_rounding, errors_of
+from lowtide.auditing.comparison import compare, error_beyond_rounding, relative_errors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -41,7 +41,7 @@ def test_a_gradient_that_is_rounding_says_nothing_about_the_noise_of_a_run():
     """As on a GPU, where sums have no order: what is zero by mathematics differs by all of itself."""
     first = {"weight": torch.ones(2), "zero": torch.tensor([2e-8, 0.0])}
     again = {"weight": torch.ones(2) * (1 + 1e-5), "zero": torch.tensor([0.0, 9e-7])}
-    assert errors_of(first, again)["zero"] > 40
+    assert relative_errors(first, again)["zero"] > 40
     assert error_beyond_rounding(first, again) == pytest.approx(1e-5, rel=0.02)
     assert error_beyond_rounding(first, again | {"zero": torch.tensor([0.0, 2e-6])}) > 40, "that is no rounding"
     assert error_beyond_rounding(first, again | {"weight": None}) == 1

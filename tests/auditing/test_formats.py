@@ -9,7 +9,7 @@ import pytest
 from sample_reports import check, report
 
 from lowtide.auditing import AuditReport, Verdict
-from lowtide.auditing.ci import as_github, as_junit, as_lines
+from lowtide.auditing.ci import as_github, as_junit, evidence_lines
 
 
 def one(**known) -> AuditReport:
@@ -18,7 +18,7 @@ def one(**known) -> AuditReport:
 
 def test_evidence_is_one_value_per_line():
     evidence = {"count": 2, "lost": ["a.b", "c.d"], "pairs": {"x": [1, 2], "y": []}, "stacks": [{"name": "s", "of": 3}]}
-    assert as_lines(evidence) == [
+    assert evidence_lines(evidence) == [
         "count: 2",
         "lost:",
         "  - a.b",

@@ -197,7 +197,11 @@ def test_a_set_up_that_raises_fails_one_test_and_skips_the_rest(run):
     done = run(ONE_PER_CHECK.format(options="BROKEN"), "-rA")
     done.assert_outcomes(failed=1, skipped=len(CHECKS))
     done.stdout.fnmatch_lines_random(
-        ["FAILED *test_checkpointing?runs?*", "*this set-up is broken*", "SKIPPED*not run: the set-up fails before it*"]
+        [
+            "FAILED *test_checkpointing?runs?*",
+            "*this set-up is broken*",
+            "SKIPPED*not run: the set-up failed before this check*",
+        ]
     )
 
 
@@ -206,14 +210,14 @@ def test_a_loss_cut_off_fails_one_test_and_the_rest_say_no_untruth(run):
     done = run(ONE_PER_CHECK.format(options="CUT_OFF"), "-rA")
     done.assert_outcomes(passed=1, failed=1, skipped=len(CHECKS) - 1, warnings=done.parseoutcomes().get("warnings", 0))
     done.stdout.fnmatch_lines_random(
-        ["FAILED *test_checkpointing?gradients present?*", "SKIPPED*not run: the set-up fails before it*"]
+        ["FAILED *test_checkpointing?gradients present?*", "SKIPPED*not run: the set-up failed before this check*"]
     )
 
 
 def test_checks_that_were_not_asked_for_are_skipped(run):
     done = run(ONE_PER_CHECK.format(options='{**RIGHT, "checks": ["outputs"]}'), "-rA")
     done.assert_outcomes(passed=2, skipped=len(CHECKS) - 1)
-    done.stdout.fnmatch_lines_random(["SKIPPED*not run: *or it was not asked for"])
+    done.stdout.fnmatch_lines_random(["SKIPPED*not run: *or the check was not asked for"])
 
 
 def test_several_models_give_a_test_for_each_check_and_model(run):

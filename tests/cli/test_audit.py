@@ -226,7 +226,7 @@ def test_nothing_proven_is_not_called_zero_failures(run):
 def test_gradients_that_are_all_zero_are_no_success(run):
     result = run("factories_of_a_test:vacuous")
     assert result.exit_code == 1
-    assert "remedy: give a batch with labels that count" in result.output
+    assert "remedy: give a batch with labels that are not all ignored" in result.output
     assert "the gradients are not proven right" in result.output
 
 

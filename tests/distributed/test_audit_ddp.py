@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import simdevice
-from lowtide.auditing import reference as parallel
+from lowtide.auditing.reference import differ_between_ranks
 
 
 class Opaque:
@@ -118,7 +118,7 @@ def bits_that_differ(rank: int) -> list[str]:
         "equal, and no number": torch.tensor([float("nan"), 1.0]),
         "on no rank": None,
     }
-    return parallel.differ_between_ranks(gradients)
+    return differ_between_ranks(gradients)
 
 
 def test_ranks_agree_bit_by_bit():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import simdevice
 from lowtide.applying.report import Report
-from lowtide.auditing import Check
+from lowtide.auditing import CheckResult
 from lowtide.torch_patch import TorchPatch
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def verdicts(model: nn.Module, batch: dict[str, Tensor]) -> None:
     report = lowtide.audit(model, batch, configure=lambda m: lowtide.apply(m, "recompute"), dropout=0.1)
     assert_type(report, lowtide.AuditReport)
     assert_type(report.ok, bool)
-    assert_type(report["memory"], Check)
+    assert_type(report["memory"], CheckResult)
     lowtide.audit(model)  # type: ignore[call-arg]
     lowtide.audit(model, batch, lambda m: m)  # type: ignore[call-arg]
 

@@ -1,6 +1,15 @@
-"""Audit: proof that checkpointing is active and right, for any model and anybody's set-up.
+"""Proves that checkpointing is active and right, for any model and anybody's set-up.
 
-Nothing here imports Lowtide's own engine: it is judged like everybody else's.
+`audit` runs one training step of the plain model and one under each set-up, and compares the two:
+
+    Experiment   the batch, the loss and the seed: what is run               (step.py)
+    Observation  everything that was seen in one run                         (step.py, by the instruments)
+    Reference    the plain model: its observation, and how noisy it is       (reference.py)
+    Case         one set-up: its observation beside the reference's          (case.py)
+    CheckResult  what one check says about a case; an AuditReport has all    (checks/, report.py)
+
+Nothing here imports Lowtide's own engine: it is judged like everybody else's. A "block" is what `stacks` finds by
+structure, whatever an engine calls a region.
 """
 
 from __future__ import annotations

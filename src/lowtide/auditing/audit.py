@@ -1,4 +1,4 @@
-"""`lowtide.audit`: the reference, the set-ups, the checks, the report."""
+"""`lowtide.audit`: runs the reference, then each set-up, judges it by every check, and returns the report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lowtide.auditing.case import Case
 from lowtide.auditing.checks import ddp, gradients, in_place, lifecycle, memory, outcome, recompute
-from lowtide.auditing.checks import gradients as frozen
-from lowtide.auditing.reference import Reference, is_parallel, reference_of
+from lowtide.auditing.reference import Reference, is_ddp, plain_twin
 from lowtide.auditing.report import REFUSAL, RUNS, AuditReport, CheckResult, Verdict
 from lowtide.auditing.setups import setups_for
 from lowtide.auditing.stacks import find_stacks
@@ -33,16 +32,6 @@ from lowtide.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-REFUSALS = (
-    InvalidValueError,
-    MissingDependencyError,
-    NoRegionError,
-    NotTokenWiseError,
-    OffloadError,
-    CacheError,
-)
-"""What Lowtide says if it cannot do what is asked. That something was asked for and is not active is a finding."""
-
 CHECKS: dict[str, Callable[[Case], CheckResult]] = {
     "recomputed": recompute.recomputed,
     "gradients present": gradients.present,
@@ -55,25 +44,39 @@ CHECKS: dict[str, Callable[[Case], CheckResult]] = {
     "offload": memory.offload,
     "DDP readiness": ddp.ready_for_ddp,
     "ranks agree": ddp.ranks_agree,
-    frozen.NAME: frozen.frozen_base,
+    "adapters on a frozen base": gradients.frozen_base,
     "idempotent": lifecycle.idempotent,
     "reversible": lifecycle.reversible,
     "copy and pickle": lifecycle.portable,
-    in_place.NAME: in_place.refused,
+    "in-place changes": in_place.refused,
 }
-"""By name, in the order of the report."""
+"""All checks by name, in the order of the report."""
+
+REFUSALS = (
+    InvalidValueError,
+    MissingDependencyError,
+    NoRegionError,
+    NotTokenWiseError,
+    OffloadError,
+    CacheError,
+)
+"""The errors with which Lowtide says that it cannot do what is asked. Its others are findings: something was asked for
+and is not active."""
+
+_NOT_INSIDE_DDP = ("adapters on a frozen base", "copy and pickle", "in-place changes")
+"""Checks that freeze weights, copy the model, or fail on purpose in the middle of a reduction."""
 
 
 @contextlib.contextmanager
-def _warnings_are_no_errors() -> Iterator[None]:
-    """Where warnings are errors, as in strict test suites, a set-up that warns would look like one that raises."""
+def _warnings_are_not_errors() -> Iterator[None]:
+    """Let warnings that are errors, as in strict test suites, be warnings: a set-up that warns has not failed."""
     with warnings.catch_warnings():
         if any(action == "error" for action, *_ in warnings.filters):
             warnings.simplefilter("default")
         yield
 
 
-@_warnings_are_no_errors()
+@_warnings_are_not_errors()
 def audit(
     model: nn.Module,
     batch: Any,
@@ -89,42 +92,44 @@ def audit(
 ) -> AuditReport:
     """Judge whether checkpointing is active and right, by running training steps on this model and this batch.
 
-    The plain model (a copy; twice) is the yardstick. Judged is the model as it is, or as `configure(model)` makes a
-    copy of it (an object with `remove()` that it returns is used to undo it); or, for a transformers model whose flag
-    is off, its own checkpointing in the given `modes` ("default", "reentrant", "non-reentrant").
+    The reference is the plain model: a copy without checkpointing, run twice. It is compared with the model as it is,
+    or with a copy that `configure(model)` sets up (if `configure` returns an object with `remove()`, undoing is judged
+    too); or, for a transformers model whose flag is off, with its own checkpointing in the given `modes` ("default",
+    "reentrant", "non-reentrant").
 
     `batch` is a mapping of keywords, a tuple of arguments or one tensor. `loss` makes a scalar of the model's outputs;
-    without it their own loss counts, or all outputs. `reference` is a plain twin, or a function that makes a copy so.
-    `offload=True` says that bytes should leave the device: then it is a failure if none do. `dropout` sets every
-    dropout for the audit, so that random states are tested in models that have none.
+    without it the model's own loss counts, or all outputs. `reference` is a plain twin, or a function that makes a copy
+    plain. `offload=True` says that bytes should leave the device: then it is a failure if none do. `dropout` sets every
+    dropout for the audit, so that random states are tested in models that have none. `checks` names the checks to run.
 
-    Inside DDP, call it on every rank with the rank's own batch: the yardstick is then the average over ranks.
+    Inside DDP, call it on every rank with the rank's own batch: the reference is then the average over ranks.
 
     The model's weights, gradients, buffers and modes are left as they were.
     """
-    _check_input(model, checks)
+    _check_arguments(model, checks)
     setups = setups_for(model, configure, modes)
-    if is_parallel(model) and any(setup.configure is not None for setup in setups):
-        raise CannotAuditError("a model inside DDP is judged as it is: set it up, wrap it, then audit it on every rank")
-    plain = reference_of(model, reference)
-    batch = dict(batch) if isinstance(batch, Mapping) else batch  # what tokenizers and processors return is no dict
+    if is_ddp(model) and any(setup.configure is not None for setup in setups):
+        raise CannotAuditError(
+            "a model inside DDP is audited as it is: set it up, wrap it in DDP, then audit it on every rank"
+        )
+    plain = plain_twin(model, reference)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # tokenizers and processors return mappings, not dicts
     experiment = Experiment(batch, loss, tuple(find_stacks(plain)), seed, dropout)
-    yardstick = _run_reference(plain, experiment, on_all_ranks=is_parallel(model))
-    outcomes: list[CheckResult] = []
+    expected = _run_reference(plain, experiment, on_all_ranks=is_ddp(model))
+    results: list[CheckResult] = []
     blocks = {}
     for setup in setups:
-        case = Case(setup, model, yardstick, offload)
-        found = _judge(case, checks)
-        outcomes.extend(found)
-        if "seen" in vars(case):  # it ran
+        case = Case(setup, model, expected, offload)
+        results.extend(_judge(case, checks))
+        if case.has_run:
             blocks[setup.name] = _blocks(case)
-    return AuditReport(model=type(model).__name__, checks=outcomes, blocks=blocks, seed=seed)
+    return AuditReport(model=type(model).__name__, checks=results, blocks=blocks, seed=seed)
 
 
 audit.__module__ = "lowtide"
 
 
-def _check_input(model: nn.Module, checks: Sequence[str] | None) -> None:
+def _check_arguments(model: nn.Module, checks: Sequence[str] | None) -> None:
     if not isinstance(model, nn.Module):
         raise CannotAuditError(f"audit needs a torch.nn.Module, got {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -149,30 +154,25 @@ def _run_reference(plain: nn.Module, experiment: Experiment, *, on_all_ranks: bo
 
 
 def _judge(case: Case, wanted: Sequence[str] | None) -> list[CheckResult]:
-    """All checks of one set-up. A set-up that raises fails; a check that raises later fails by itself."""
+    """Run the experiment under one set-up, then the wanted checks. A set-up that raises has one result: a failure."""
     try:
-        _ = case.run()
+        case.run()
     except NoGradientError as error:
-        return [_cut_off(case, error)]
+        return [_detached(case, error)]
     except CannotAuditError:
         raise
     except REFUSALS as error:
         return [_refused(case, error)]
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return [_raised(case, RUNS, error)]
-    return [_one(case, name, check) for name, check in CHECKS.items() if _is_wanted(case, name, wanted)]
+    names = [name for name in CHECKS if wanted is None or name in wanted]
+    return [_check(case, name) for name in names if not (case.is_ddp and name in _NOT_INSIDE_DDP)]
 
 
-def _is_wanted(case: Case, name: str, wanted: Sequence[str] | None) -> bool:
-    """Not inside DDP: what freezes weights, copies the model or fails on purpose in the middle of a reduction."""
-    if case.is_parallel and name in (frozen.NAME, in_place.NAME, "copy and pickle"):
-        return False
-    return wanted is None or name in wanted
-
-
-def _one(case: Case, name: str, check: Callable[[Case], CheckResult]) -> CheckResult:
+def _check(case: Case, name: str) -> CheckResult:
+    """Run one check. If the set-up raises in a run that the check makes, that check fails."""
     try:
-        return check(case)
+        return CHECKS[name](case)
     except NoGradientError as error:
         return _raised(case, name, error)
     except CannotAuditError:
@@ -181,47 +181,49 @@ def _one(case: Case, name: str, check: Callable[[Case], CheckResult]) -> CheckRe
         return _raised(case, name, error)
 
 
-def _cut_off(case: Case, error: NoGradientError) -> CheckResult:
-    """The plain model's loss needs a gradient, this one's does not."""
-    return case.check(
+def _detached(case: Case, error: NoGradientError) -> CheckResult:
+    """The plain model's loss requires a gradient, and this one's does not."""
+    return case.result(
         "gradients present",
         Verdict.FAIL,
-        "no parameter gets a gradient: the loss does not need one any more",
-        remedy="a reentrant checkpoint around everything that has weights cuts the graph off: use_reentrant=False, or "
-        "lowtide.apply",
+        "no parameter gets a gradient: the loss no longer requires one",
+        remedy="a reentrant checkpoint around everything that has weights detaches the loss: pass use_reentrant=False, "
+        "or use lowtide.apply",
         error=str(error),
     )
 
 
 def _refused(case: Case, error: LowtideError) -> CheckResult:
-    """Lowtide says itself, on purpose, that it cannot do this, and what can be done."""
-    check = _raised(case, RUNS, error)
-    return dataclasses.replace(check, evidence={**check.evidence, REFUSAL: str(error)})
+    """Lowtide says on purpose that it cannot do this, and its message has the remedy."""
+    result = _raised(case, RUNS, error)
+    return dataclasses.replace(result, evidence={**result.evidence, REFUSAL: str(error)})
 
 
 def _raised(case: Case, name: str, error: Exception) -> CheckResult:
-    first = (str(error).strip().splitlines() or [""])[0][:300]
-    ours = "lowtide.apply needs no support by the model's code; try it with configure="
-    return case.check(
+    first_line = (str(error).strip().splitlines() or [""])[0][:300]
+    advice = "lowtide.apply needs no support in the model's code: try it with configure="
+    return case.result(
         name,
         Verdict.FAIL,
-        f"the plain model trains, this set-up raises {type(error).__name__}: {first}",
-        remedy=None if isinstance(error, LowtideError) else ours,
-        error=f"{type(error).__name__}: {first}",
+        f"the plain model trains, but this set-up raises {type(error).__name__}: {first_line}",
+        remedy=None if isinstance(error, LowtideError) else advice,
+        error=f"{type(error).__name__}: {first_line}",
     )
 
 
 def _blocks(case: Case) -> list[dict[str, Any]]:
+    """Describe every block that ran, for the report's map and memory chart."""
+    seen, plain = case.run(), case.plain
     return [
         {
             "name": name,
             "stack": stack.name,
-            "forward": case.run().forward_calls[name],
-            "backward": case.run().backward_calls[name],
-            "plain_bytes": case.plain.held_bytes[name],
-            "bytes": case.run().held_bytes[name],
+            "forward": seen.forward_calls[name],
+            "backward": seen.backward_calls[name],
+            "plain_bytes": plain.held_bytes[name],
+            "bytes": seen.held_bytes[name],
         }
         for stack in case.experiment.stacks
         for name in stack.blocks
-        if case.plain.forward_calls[name]
+        if plain.forward_calls[name]
     ]

@@ -1,4 +1,8 @@
-"""One set-up of one model, with everything that its checks look at; what is expensive is run when first asked for."""
+"""One set-up of one model beside the reference: what every check is given.
+
+`Case.run` runs the experiment under the set-up, once. Checks that need more runs (switched on twice, switched off, on
+a frozen base) install the set-up again with `Case.install` and observe those runs themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,26 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.comparison import compare
-from lowtide.auditing.reference import Reference, copy_of, is_parallel
+from lowtide.auditing.reference import Reference, deep_copy, is_ddp
 from lowtide.auditing.report import CheckResult, Verdict
 from lowtide.auditing.step import Observation, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import nn
 
-    from lowtide.auditing.comparison import Comparison
     from lowtide.auditing.setups import Installed, Setup
     from lowtide.auditing.step import Experiment
 
 
 @dataclasses.dataclass
 class Case:
-    """A set-up, the plain reference, and what was seen."""
+    """A set-up, the model to set up, and the reference to compare with."""
 
     setup: Setup
     source: nn.Module
     reference: Reference
     expects_offload: bool
     _observation: Observation | None = dataclasses.field(default=None, init=False)
-
-    @property
-    def experiment(self) -> Experiment:
-        return self.reference.experiment
-
-    @property
-    def is_parallel(self) -> bool:
-        return is_parallel(self.source)
 
     def run(self) -> Observation:
         """Run the step under this set-up, once; later calls return what the first one observed."""
@@ -46,13 +38,31 @@ class Case:
         return self._observation
 
     @property
-    def plain(self) -> Observation:
-        return self.reference.first
+    def has_run(self) -> bool:
+        """Whether `run` has succeeded; a set-up that raises has not."""
+        return self._observation is not None
 
     def install(self) -> Installed:
-        """The set-up in force: on a fresh copy, or on the model itself if it is judged as it is."""
-        model = self.source if self.setup.configure is None else copy_of(self.source)
+        """Set up a fresh copy of the model, or take the model itself if it is judged as it is."""
+        model = self.source if self.setup.configure is None else deep_copy(self.source)
         return self.setup.install(model)
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.reference.experiment
+
+    @property
+    def plain(self) -> Observation:
+        """The reference's run."""
+        return self.reference.first
+
+    @property
+    def is_ddp(self) -> bool:
+        return is_ddp(self.source)
+
+    @property
+    def blocks(self) -> list[str]:
+        return self.experiment.blocks
 
     @functools.cached_property
     def recomputed(self) -> set[str]:
@@ -61,49 +71,30 @@ class Case:
         return {name for name, calls in self.run().backward_calls.items() if calls > before[name]}
 
     @functools.cached_property
-    def repeats_the_reference(self) -> bool:
-        """The reference recomputes by itself, and no block is run more often here: what it would show is in both."""
-        by_itself = any(self.plain.backward_calls[block] for block in self.blocks())
-        return by_itself and not any(block in self.recomputed for block in self.blocks())
+    def recomputes_no_more_than_reference(self) -> bool:
+        """Whether the reference itself recomputes, and no block runs more often here: both would show the same."""
+        by_itself = any(self.plain.backward_calls[block] for block in self.blocks)
+        return by_itself and not any(block in self.recomputed for block in self.blocks)
 
     @property
     def is_the_reference(self) -> bool:
-        """And nothing else was done to the model: to compare the two is to compare a run with its repetition."""
-        return self.setup.configure is None and self.repeats_the_reference
+        """Whether, on top of that, nothing was done to the model: comparing would compare a run with its rerun."""
+        return self.setup.configure is None and self.recomputes_no_more_than_reference
 
-    def blocks(self) -> Iterator[str]:
-        return (block for stack in self.experiment.stacks for block in stack.blocks)
-
-    def compare(self, seen: Observation) -> tuple[Comparison, list[str]]:
-        """Against the reference; and the names that were acquitted because their true gradient is zero."""
-        return judged(self.reference, self.plain, seen)
-
-    def recomputes_too(self, name: str, **evidence: Any) -> CheckResult:
-        """The verdict of a check that needs a reference in which nothing is run again."""
-        return self.check(
-            name,
-            Verdict.INCONCLUSIVE,
-            "the reference runs its blocks again in backward, too: there is nothing plain to compare with",
-            remedy="pass reference=, a plain twin with the same weights, or a function that makes a copy plain",
-            **evidence,
-        )
-
-    def check(
+    def result(
         self, name: str, verdict: Verdict, summary: str, *, remedy: str | None = None, **evidence: Any
     ) -> CheckResult:
+        """Return the result of a check on this case."""
         return CheckResult(
             name=name, mode=self.setup.name, verdict=verdict, summary=summary, evidence=evidence, remedy=remedy
         )
 
-
-def judged(
-    reference: Reference, expected: Observation, seen: Observation, trained: frozenset[str] | None = None
-) -> tuple[Comparison, list[str]]:
-    """Against what is expected; with `trained`, of runs in which only these weights train."""
-    comparison = compare(expected.gradients, seen.gradients, reference.own_errors)
-    suspects = comparison.suspects
-    if not suspects:
-        return comparison, []
-    zeros = sorted(set(suspects) & reference.zero_by_mathematics(trained))
-    comparison.acquit(set(zeros))
-    return comparison, zeros
+    def without_plain_reference(self, name: str, **evidence: Any) -> CheckResult:
+        """Return the result of a check that needs a reference in which nothing is recomputed."""
+        return self.result(
+            name,
+            Verdict.INCONCLUSIVE,
+            "the reference recomputes its blocks in backward, too: there is no plain run to compare with",
+            remedy="pass reference=, a plain twin with the same weights or a function that makes a copy plain",
+            **evidence,
+        )

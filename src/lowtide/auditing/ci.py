@@ -1,15 +1,15 @@
-"""Evidence as indented lines, one value each, for formats that hold plain text.
+r"""Writes the report for CI systems: as JUnit XML and as workflow commands of GitHub Actions.
 
-The report as JUnit XML, which every CI system shows: one test case per check, in one suite.
+JUnit has one test case for each check, in one suite. A failure carries evidence and remedy as its text. What proved
+nothing (inconclusive, not applicable) is skipped with the reason, so that it is counted and never looks like a pass.
+XML 1.0 cannot hold control characters, not even escaped; an error message may (a terminal's colours), so they are
+written as `\x1b`.
 
-A failure carries evidence and remedy as its text. What proved nothing (inconclusive, not applicable) is skipped with
-the reason, so that it is counted and never looks like a pass. XML 1.0 cannot hold control characters, not even escaped;
-an error message may (colours of a terminal), so they are written as `\x1b`.
+GitHub turns workflow commands that a job prints into annotations. Failures are errors, inconclusive checks are
+warnings, and one notice sums up. GitHub shows ten errors and ten warnings for each step; the rest is in its log, and
+the notice counts all of them.
 
-The report as workflow commands of GitHub Actions: printed in a job, they become annotations of its run.
-
-Failures are errors, what could not be told is a warning, and one notice sums up. GitHub shows ten errors and ten
-warnings of a step as annotations; the others stand in its log, and the notice counts all of them.
+Both formats hold plain text, so evidence is written as indented lines with one value each.
 """
 
 from __future__ import annotations
@@ -26,63 +26,14 @@ if TYPE_CHECKING:
 
     from lowtide.auditing.report import AuditReport, CheckResult
 
-_STEP = "  "
-
-
-def as_lines(evidence: dict[str, Any]) -> list[str]:
-    """`lost: 2 names` as a heading with a line per name under it; what has no content says so."""
-    return list(_of_mapping(evidence, ""))
-
-
-def details(check: CheckResult) -> str:
-    """Everything below a check's summary: the evidence, and the remedy if there is one."""
-    lines = as_lines(check.evidence)
-    if check.remedy:
-        lines.append(f"remedy: {check.remedy}")
-    return "\n".join(lines)
-
-
-def _of_mapping(mapping: dict[str, Any], indent: str) -> Iterator[str]:
-    for key, value in mapping.items():
-        if _is_nested(value):
-            yield f"{indent}{key}:"
-            yield from _of(value, indent + _STEP)
-        else:
-            yield f"{indent}{key}: {_flat(value)}"
-
-
-def _of(value: Any, indent: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from _of_mapping(value, indent)
-        return
-    for item in value:
-        if _is_nested(item):
-            first, *rest = _of(item, indent + _STEP)
-            yield f"{indent}- {first.lstrip()}"
-            yield from rest
-        else:
-            yield f"{indent}- {_flat(item)}"
-
-
-def _is_nested(value: Any) -> bool:
-    """A list of numbers reads better in one line."""
-    if isinstance(value, dict):
-        return bool(value)
-    return isinstance(value, list | tuple) and any(not isinstance(item, int | float) for item in value)
-
-
-def _flat(value: Any) -> str:
-    if isinstance(value, list | tuple | dict):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)
-
-
 _SKIPPED = (Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE)
-
 _NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_COMMANDS = {Verdict.FAIL: "error", Verdict.INCONCLUSIVE: "warning"}
+_INDENT = "  "
 
 
 def as_junit(report: AuditReport) -> str:
+    """Write the report as JUnit XML."""
     suite = ET.Element(
         "testsuite",
         name=f"lowtide audit of {report.model}",
@@ -93,36 +44,34 @@ def as_junit(report: AuditReport) -> str:
     )
     properties = ET.SubElement(suite, "properties")
     ET.SubElement(properties, "property", name="seed", value=str(report.seed))
-    suite.extend([_case(report, check) for check in report.checks])
+    suite.extend([_test_case(report, check) for check in report.checks])
     root = ET.Element("testsuites")
     root.append(suite)
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _case(report: AuditReport, check: CheckResult) -> ET.Element:
-    case = ET.Element("testcase", classname=_text(f"{report.model}.{check.mode}"), name=_text(check.name))
+def _test_case(report: AuditReport, check: CheckResult) -> ET.Element:
+    case = ET.Element("testcase", classname=_xml_text(f"{report.model}.{check.mode}"), name=_xml_text(check.name))
     if check.verdict is Verdict.FAIL:
-        failure = ET.SubElement(case, "failure", message=_text(check.summary), type="lowtide.audit")
-        failure.text = _text(details(check))
+        failure = ET.SubElement(case, "failure", message=_xml_text(check.summary), type="lowtide.audit")
+        failure.text = _xml_text(details(check))
     elif check.verdict in _SKIPPED:
-        ET.SubElement(case, "skipped", message=_text(f"{check.verdict}: {check.summary}"))
-    lines = as_lines(check.evidence)
+        ET.SubElement(case, "skipped", message=_xml_text(f"{check.verdict}: {check.summary}"))
+    lines = evidence_lines(check.evidence)
     if lines:
-        ET.SubElement(case, "system-out").text = _text("\n".join(lines))
+        ET.SubElement(case, "system-out").text = _xml_text("\n".join(lines))
     return case
 
 
-def _text(text: str) -> str:
+def _xml_text(text: str) -> str:
     return _NOT_IN_XML.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-_COMMANDS = {Verdict.FAIL: "error", Verdict.INCONCLUSIVE: "warning"}
-
-
 def as_github(report: AuditReport) -> str:
+    """Write the report as workflow commands: a line for each failed or inconclusive check, and a notice."""
     lines = [_annotation(report, check) for check in report.checks if check.verdict in _COMMANDS]
-    return "\n".join([*lines, _summary(report)])
+    return "\n".join([*lines, _notice(report)])
 
 
 def _annotation(report: AuditReport, check: CheckResult) -> str:
@@ -131,7 +80,7 @@ def _annotation(report: AuditReport, check: CheckResult) -> str:
     return _command(_COMMANDS[check.verdict], title, message)
 
 
-def _summary(report: AuditReport) -> str:
+def _notice(report: AuditReport) -> str:
     counts = collections.Counter(check.verdict for check in report.checks)
     verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
     state = "ok" if report.ok else "not ok"
@@ -139,13 +88,61 @@ def _summary(report: AuditReport) -> str:
 
 
 def _command(name: str, title: str, message: str) -> str:
-    return f"::{name} title={_property(title)}::{_data(message)}"
+    return f"::{name} title={_escape_property(title)}::{_escape_data(message)}"
 
 
-def _data(text: str) -> str:
-    """A command is one line; the percent sign comes first, because it starts the escapes."""
+def _escape_data(text: str) -> str:
+    """Escape what would end a command's line. The percent sign goes first, because it starts the escapes."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(text: str) -> str:
+    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def details(check: CheckResult) -> str:
+    """Write everything below a check's summary: the evidence, and the remedy if there is one."""
+    lines = evidence_lines(check.evidence)
+    if check.remedy:
+        lines.append(f"remedy: {check.remedy}")
+    return "\n".join(lines)
+
+
+def evidence_lines(evidence: dict[str, Any]) -> list[str]:
+    """Write one value per line: a list of names is a heading with a line for each name; an empty one says "none"."""
+    return list(_mapping_lines(evidence, ""))
+
+
+def _mapping_lines(mapping: dict[str, Any], indent: str) -> Iterator[str]:
+    for key, value in mapping.items():
+        if _is_nested(value):
+            yield f"{indent}{key}:"
+            yield from _nested_lines(value, indent + _INDENT)
+        else:
+            yield f"{indent}{key}: {_one_line(value)}"
+
+
+def _nested_lines(value: Any, indent: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from _mapping_lines(value, indent)
+        return
+    for item in value:
+        if _is_nested(item):
+            first, *rest = _nested_lines(item, indent + _INDENT)
+            yield f"{indent}- {first.lstrip()}"
+            yield from rest
+        else:
+            yield f"{indent}- {_one_line(item)}"
+
+
+def _is_nested(value: Any) -> bool:
+    """Return whether a value needs several lines. A list of numbers does not: it reads better in one."""
+    if isinstance(value, dict):
+        return bool(value)
+    return isinstance(value, list | tuple) and any(not isinstance(item, int | float) for item in value)
+
+
+def _one_line(value: Any) -> str:
+    if isinstance(value, list | tuple | dict):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,8 +1,9 @@
-"""Two runs' gradients side by side, told apart from rounding noise.
+"""Compares the gradients of two runs, and tells a wrong gradient from rounding.
 
-Equal bits need no tolerance. Where the arithmetic has another order (tiles, fused kernels), a gradient may differ by
-rounding; the floor is taken from the largest gradient of the model and from what the reference's own rerun differs by.
-A gradient that is None in one run and zero in the other is the same gradient: an expert that no token chose.
+Equal bits need no tolerance. Where the arithmetic has a different order (tiles, fused kernels), a gradient may differ
+by rounding: the noise floor is taken from the model's largest gradient, and the tolerance from the dtype and from how
+much the reference differs from its own rerun. A gradient that is None in one run and zero in the other is the same
+gradient: an expert that no token chose.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import zlib
 import torch
 from torch import Tensor
 
+Gradients = dict[str, Tensor | None]
+"""Gradients by parameter name."""
+
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Relative, by dtype: a few hundred roundings for single and double precision, a few for half."""
 
 NOISE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Relative to the model's largest gradient: below it a gradient is rounding."""
+"""Relative to the model's largest gradient: a gradient below it is rounding."""
 
 _TINY = 1e-30
 
@@ -27,12 +31,13 @@ class Comparison:
     """How a candidate's gradients differ from the reference's."""
 
     lost: list[str] = dataclasses.field(default_factory=list)
-    """The reference has a gradient, the candidate None or zero."""
+    """The reference has a gradient; the candidate has None or zero."""
     gained: list[str] = dataclasses.field(default_factory=list)
+    """The candidate has a gradient; the reference has None or zero."""
     different: dict[str, float] = dataclasses.field(default_factory=dict)
     """Relative errors beyond the tolerance."""
     noise: list[str] = dataclasses.field(default_factory=list)
-    """Differ, but no more than rounding."""
+    """Differ, but by no more than rounding."""
     identical: bool = True
     largest_error: float = 0.0
 
@@ -41,97 +46,128 @@ class Comparison:
         return [*self.lost, *self.gained, *self.different]
 
     def acquit(self, names: set[str]) -> None:
-        """Take names out: their true gradient is zero, what was compared is rounding."""
+        """Remove names from the suspects, such as those whose true gradient is zero: what was compared is rounding."""
         self.lost = [name for name in self.lost if name not in names]
         self.gained = [name for name in self.gained if name not in names]
         self.different = {name: error for name, error in self.different.items() if name not in names}
 
 
-def compare(
-    expected: dict[str, Tensor | None], found: dict[str, Tensor | None], own_errors: dict[str, float]
-) -> Comparison:
-    """`own_errors`: what the reference differs by from its own rerun."""
+def compare(expected: Gradients, found: Gradients, rerun_errors: dict[str, float]) -> Comparison:
+    """Compare gradients name by name. `rerun_errors` says by how much the reference differs from its own rerun."""
     result = Comparison()
-    largest = largest_of(expected)
+    largest = largest_gradient(expected)
     for name, reference in expected.items():
         candidate = found.get(name)
-        if is_nothing(reference) and is_nothing(candidate):
+        if is_none_or_zero(reference) and is_none_or_zero(candidate):
             continue
         if reference is not None and candidate is not None and _same_bits(reference, candidate):
             continue
         result.identical = False
-        floor = _floor(largest, reference, candidate)
-        _judge(result, name, reference, candidate, floor=floor, own=own_errors.get(name, 0.0))
+        floor = _noise_floor(largest, reference, candidate)
+        _classify(result, name, reference, candidate, floor=floor, rerun_error=rerun_errors.get(name, 0.0))
     return result
 
 
-def _judge(
-    result: Comparison, name: str, reference: Tensor | None, candidate: Tensor | None, *, floor: float, own: float
+def _classify(
+    result: Comparison,
+    name: str,
+    reference: Tensor | None,
+    candidate: Tensor | None,
+    *,
+    floor: float,
+    rerun_error: float,
 ) -> None:
-    size, difference = size_of(reference), _difference(reference, candidate)
+    size, difference = max_abs(reference), _max_difference(reference, candidate)
     if difference <= floor:
         result.largest_error = max(result.largest_error, difference / max(size, floor))
         result.noise.append(name)
         return
-    if is_nothing(candidate):
+    if is_none_or_zero(candidate):
         result.lost.append(name)
         return
-    if is_nothing(reference):
+    if is_none_or_zero(reference):
         result.gained.append(name)
         return
-    error = difference / max(size, _TINY)  # no finite number but zero beside NaN: a size of zero
+    error = difference / max(size, _TINY)  # a reference whose only finite numbers are zeros has size zero
     result.largest_error = max(result.largest_error, error)
-    if error > max(TOLERANCES.get(_dtype(reference, candidate), 1e-4), 4 * own):
+    if error > max(TOLERANCES.get(_dtype(reference, candidate), 1e-4), 4 * rerun_error):
         result.different[name] = error
     else:
         result.noise.append(name)
 
 
-def errors_of(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> dict[str, float]:
-    """Relative errors by name, for a tolerance by name. Of a gradient that is rounding they may be as large as one."""
+def relative_errors(expected: Gradients, found: Gradients) -> dict[str, float]:
+    """Return relative errors by name. The error of a gradient that is nothing but rounding may be one or more."""
     return {
-        name: _difference(reference, found.get(name)) / max(size_of(reference), _TINY)
+        name: _max_difference(reference, found.get(name)) / max(max_abs(reference), _TINY)
         for name, reference in expected.items()
-        if not is_nothing(reference)
+        if not is_none_or_zero(reference)
     }
 
 
-def error_beyond_rounding(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> float:
-    """The largest relative error, without differences that are rounding beside the model's largest gradient: a gradient
-    that is zero by mathematics differs by all of itself from run to run, and says nothing about the others."""
-    largest = largest_of(expected)
-    counted: dict[str, Tensor | None] = {
+def error_beyond_rounding(expected: Gradients, found: Gradients) -> float:
+    """Return the largest relative error among differences that exceed the noise floor of the model's largest gradient.
+
+    Without the floor, a gradient that is mathematically zero would set the figure: it differs by all of itself from
+    run to run, and says nothing about the rest.
+    """
+    largest = largest_gradient(expected)
+    counted: Gradients = {
         name: reference
         for name, reference in expected.items()
-        if reference is not None and _difference(reference, found.get(name)) > _floor(largest, reference)
+        if reference is not None and _max_difference(reference, found.get(name)) > _noise_floor(largest, reference)
     }
-    return max(errors_of(counted, found).values(), default=0.0)
+    return max(relative_errors(counted, found).values(), default=0.0)
 
 
-def _floor(largest: float, *gradients: Tensor | None) -> float:
-    """A difference up to this is rounding."""
-    return NOISE.get(_dtype(*gradients), 1e-6) * largest
+def largest_gradient(gradients: Gradients) -> float:
+    """Return the largest finite magnitude in all gradients."""
+    return max((max_abs(gradient) for gradient in gradients.values()), default=0.0)
 
 
-def largest_of(gradients: dict[str, Tensor | None]) -> float:
-    return max((size_of(gradient) for gradient in gradients.values()), default=0.0)
-
-
-def is_nothing(gradient: Tensor | None) -> bool:
-    """None or zero, which is the same gradient."""
+def is_none_or_zero(gradient: Tensor | None) -> bool:
     return gradient is None or not bool(gradient.any())
 
 
+def max_abs(tensor: Tensor | None) -> float:
+    """Return the largest magnitude among the finite numbers; 0 for None and for an empty tensor."""
+    return 0.0 if tensor is None or not tensor.numel() else float(_finite(tensor).abs().max())
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a checksum of all bits, so that tensors can be compared without being kept or sent."""
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return zlib.crc32(raw.tobytes())
+
+
+def _noise_floor(largest: float, *gradients: Tensor | None) -> float:
+    return NOISE.get(_dtype(*gradients), 1e-6) * largest
+
+
+def _dtype(*gradients: Tensor | None) -> torch.dtype:
+    return next(gradient.dtype for gradient in gradients if gradient is not None)
+
+
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or bool(torch.equal(_finite(one), _finite(other)) and _same_holes(one, other))
+    return torch.equal(one, other) or bool(torch.equal(_finite(one), _finite(other)) and _same_nonfinite(one, other))
 
 
-def _same_holes(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(_holes(one), _holes(other))
+def _max_difference(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the largest difference; infinity where only one of the two is finite. None counts as zeros."""
+    if one is None or other is None:
+        present = other if one is None else one
+        return max_abs(present) if present is None or bool(torch.isfinite(present).all()) else float("inf")
+    if not _same_nonfinite(one, other):
+        return float("inf")
+    return max_abs(_finite(_as_real(one)).double() - _finite(_as_real(other)).double())
 
 
-def _holes(tensor: Tensor) -> Tensor:
-    """Where there is no finite number, and of which kind."""
+def _same_nonfinite(one: Tensor, other: Tensor) -> bool:
+    """Return whether NaN, infinity and minus infinity are in the same places."""
+    return torch.equal(_nonfinite(one), _nonfinite(other))
+
+
+def _nonfinite(tensor: Tensor) -> Tensor:
     real = _as_real(tensor)
     return torch.stack([torch.isnan(real), torch.isposinf(real), torch.isneginf(real)])
 
@@ -142,27 +178,3 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 def _finite(tensor: Tensor) -> Tensor:
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def size_of(tensor: Tensor | None) -> float:
-    """The largest of the finite numbers."""
-    return 0.0 if tensor is None or not tensor.numel() else float(_finite(tensor).abs().max())
-
-
-def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:  # none is zero, and zero is finite
-        there = other if one is None else one
-        return size_of(there) if there is None or bool(torch.isfinite(there).all()) else float("inf")
-    if not _same_holes(one, other):
-        return float("inf")
-    return size_of(_finite(_as_real(one)).double() - _finite(_as_real(other)).double())
-
-
-def _dtype(*gradients: Tensor | None) -> torch.dtype:
-    return next(gradient.dtype for gradient in gradients if gradient is not None)
-
-
-def checksum(tensor: Tensor) -> int:
-    """Of all bits, so that what is compared need not be kept or sent."""
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return zlib.crc32(raw.tobytes())

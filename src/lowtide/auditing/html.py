@@ -1,9 +1,8 @@
-"""The report as a page: verdicts with their evidence, which blocks ran again, and what each of them held.
+"""Writes the report as a page: verdicts with their evidence, which blocks ran again, and what each of them held.
 
-What each block held after forward: in the plain model, and in each mode beside it.
-
-One chart for each stack, under one another and to one scale, so that a tower that holds little looks so. Those that
-hold most come first; a model of hundreds of stacks (experts) shows the first few, and says how many there are.
+The memory chart shows what each block held after forward: in the plain model, and in each mode beside it. The stacks'
+charts stand under one another and share one scale, so that a tower that holds little looks it. Those that hold most
+come first; a model with hundreds of stacks (experts) shows the first few, and says how many are left out.
 """
 
 from __future__ import annotations
@@ -19,13 +18,18 @@ from lowtide.units import format_bytes
 if TYPE_CHECKING:
     from lowtide.auditing.report import AuditReport, CheckResult
 
-_TEMPLATE = TEMPLATES / "audit.html"
+Blocks = list[dict[str, Any]]
+"""Blocks of one mode, as `AuditReport.blocks` has them."""
 
-_ORDER = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS, Verdict.NOT_APPLICABLE)
+_TEMPLATE = TEMPLATES / "audit.html"
+_WORST_FIRST = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS, Verdict.NOT_APPLICABLE)
+_MOST_STACKS = 12
+_BARS, _GAP, _ABOVE, _BELOW = 120, 70, 70, 34
+"""Pixels: the height of a stack's bars, of its axis with the next stack's name, and the margins."""
 
 
 def as_html(report: AuditReport) -> str:
-    """One file that needs no network. Needs the `html` extra."""
+    """Write one HTML file that loads nothing from the network. Needs the `html` extra."""
     return render(
         _TEMPLATE,
         report=report,
@@ -38,7 +42,7 @@ def as_html(report: AuditReport) -> str:
 
 def _counts(checks: list[CheckResult]) -> dict[str, int]:
     verdicts = [check.verdict for check in checks]
-    return {str(verdict): verdicts.count(verdict) for verdict in _ORDER if verdict in verdicts}
+    return {str(verdict): verdicts.count(verdict) for verdict in _WORST_FIRST if verdict in verdicts}
 
 
 def _by_mode(report: AuditReport) -> dict[str, list[CheckResult]]:
@@ -49,12 +53,12 @@ def _by_mode(report: AuditReport) -> dict[str, list[CheckResult]]:
 
 
 def _worst_first(checks: list[CheckResult]) -> list[CheckResult]:
-    """What needs a reader comes first; among equals the order of the report."""
-    return sorted(checks, key=lambda check: _ORDER.index(check.verdict))
+    """Sort what needs a reader's attention to the front; the report's order decides among equals."""
+    return sorted(checks, key=lambda check: _WORST_FIRST.index(check.verdict))
 
 
-def _stacks(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the map. A cell goes by its name inside of the stack."""
+def _stacks(blocks: Blocks) -> list[dict[str, Any]]:
+    """Return the rows of the map of blocks. A cell is labelled with its name inside the stack."""
     return [
         {
             "name": stack or "the model itself",
@@ -64,28 +68,20 @@ def _stacks(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-_MOST_STACKS = 12
-
-_BARS, _GAP, _ABOVE, _BELOW = 120, 70, 70, 34
-"""Pixels: a stack's bars, its axis with the next one's name, and the margins."""
-
-Blocks = list[dict[str, Any]]
-
-
 def memory_chart(blocks: dict[str, Blocks]) -> dict[str, Any] | None:
-    """The chart as HTML with the number of stacks that it leaves out; None if no block held anything."""
+    """Return the chart as HTML with the number of stacks that it leaves out; None if no block held anything."""
     measured = {mode: found for mode, found in blocks.items() if any(b["plain_bytes"] or b["bytes"] for b in found)}
     if not measured:
         return None
-    stacks = _largest_first(next(iter(measured.values())))
+    stacks = _stack_lengths(next(iter(measured.values())))
     shown = dict(list(stacks.items())[:_MOST_STACKS])
-    unit, factor = unit_for(_largest(measured))
+    unit, factor = unit_for(_largest_block(measured))
     html = chart(_bars(measured, shown, factor), _layout(shown, unit), name="memory")
     return {"html": html, "stacks": len(shown), "left_out": len(stacks) - len(shown)}
 
 
-def _largest_first(blocks: Blocks) -> dict[str, int]:
-    """The number of blocks by stack."""
+def _stack_lengths(blocks: Blocks) -> dict[str, int]:
+    """Return the number of blocks by stack; the stacks that hold most come first."""
     held, count = collections.Counter[str](), collections.Counter[str]()
     for block in blocks:
         held[block["stack"]] += block["plain_bytes"]
@@ -93,7 +89,7 @@ def _largest_first(blocks: Blocks) -> dict[str, int]:
     return {stack: count[stack] for stack, _ in held.most_common()}
 
 
-def _largest(blocks: dict[str, Blocks]) -> int:
+def _largest_block(blocks: dict[str, Blocks]) -> int:
     return max(
         int(block[figure]) for found in blocks.values() for block in found for figure in ("plain_bytes", "bytes")
     )

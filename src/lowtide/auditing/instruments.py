@@ -1,13 +1,13 @@
 """Instruments that watch one training step from outside, whatever engine runs it.
 
-- Pre-forward hooks count each module's calls, in forward and in backward apart. Pre-hooks, because a recomputation may
-  stop early and never reach the end of a module.
-- A dispatch mode sees every operator, in recomputations too. It remembers each new storage weakly and by the block that
-  made it: what is alive after forward is what the graph holds, through hooks, closures, keywords or caches alike. And
-  it takes a checksum of every random draw.
-- Hooks on the parameters count how often each is accumulated into.
+- `Calls`: pre-forward hooks count each module's calls, separately in forward and in backward. They are pre-hooks,
+  because a recompute may stop early and never reach the end of a module.
+- `Operators`: a dispatch mode sees every operator, in recomputes too. It remembers each new storage weakly and by the
+  block that made it: what is alive after forward is what the graph holds, through hooks, closures, keywords or caches
+  alike. And it takes a checksum of every random draw.
+- `Accumulations`: hooks on the parameters count how often each accumulates a gradient.
 
-None of them holds anything alive, and none changes a value.
+None of them keeps anything alive, and none changes a value.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """A storage that was made in forward, known weakly."""
+class TrackedStorage:
+    """A weak reference to a storage that forward made, with the block that made it."""
 
     reference: StorageWeakRef
     nbytes: int
@@ -50,22 +50,26 @@ class Held:
     def is_alive(self) -> bool:
         return not self.reference.expired()  # type: ignore[no-untyped-call]
 
+    @property
+    def key(self) -> int:
+        return int(self.reference.cdata)
+
 
 class Calls:
-    """Counts calls of every module, and knows which blocks are being run now."""
+    """Counts the calls of every module, and knows which blocks are running."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
         self.in_backward = False
         self.forward: collections.Counter[str] = collections.Counter()
         self.backward: collections.Counter[str] = collections.Counter()
-        self.inputs: dict[str, list[Held]] = {}
+        self.inputs: dict[str, list[TrackedStorage]] = {}
         """The storages that each block was given in forward."""
+        self.started_recompute: set[str] = set()
+        """Blocks that a recompute began with; the rest ran again as parts of them, or after them."""
         self.most_restored_alive = 0
-        """In backward: recomputations whose inputs are still alive as another one begins."""
-        self._restored: dict[int | str, list[Held]] = {}
-        """By recomputation: the inputs of the block that it began with."""
-        self.begun: set[str] = set()
-        """Blocks that a recomputation began with; others were run again as parts of them, or after them."""
+        """How many recomputes at most had inputs that were still alive as another recompute began."""
+        self._restored: dict[int | str, list[TrackedStorage]] = {}
+        """By recompute: the inputs of the block that it began with."""
         self._run_again: set[str] = set()
         self._modules = {name: module for name, module in named_modules(model) if takes_hooks(module)}
         self._blocks = set(blocks)
@@ -73,19 +77,22 @@ class Calls:
         self._running: list[str] = []
         self._handles: list[Any] = []
 
+    @property
+    def block(self) -> str:
+        """The innermost block that is running; the empty string outside of blocks."""
+        return self._running[-1] if self._running else ""
+
     def runs_in_backward(self, name: str) -> int:
-        """How often a block ran again. Engines that replace a block's `forward` run it inside of its hooks: then its
-        parts tell, if most of those that forward called were called."""
+        """Return how often a block ran again.
+
+        Engines that replace a block's `forward` run it without its hooks. Then the modules inside it tell: the median
+        of how often those that forward called were called again, for a few may come after an early stop.
+        """
         if self.backward[name] or not self.forward[name]:
             return self.backward[name]
         parts = list(_called_parts(name, self._children, self.forward))
         again = sorted(-(-self.backward[part] * self.forward[name] // self.forward[part]) for part in parts)
-        return again[(len(again) - 1) // 2] if again else 0  # the median; a few may come after an early stop
-
-    @property
-    def block(self) -> str:
-        """The innermost block that is running, or nothing."""
-        return self._running[-1] if self._running else ""
+        return again[(len(again) - 1) // 2] if again else 0
 
     def __enter__(self) -> Self:
         for name in self._modules:
@@ -112,7 +119,7 @@ class Calls:
         if self.in_backward:
             self._count_restored(name, (args, kwargs))
         elif name in self._blocks:
-            self.inputs.setdefault(name, []).extend(_storages((args, kwargs), name))
+            self.inputs.setdefault(name, []).extend(_input_storages((args, kwargs), name))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
@@ -120,38 +127,38 @@ class Calls:
             pass
 
     def _count_restored(self, name: str, values: Any) -> None:
-        """As a block begins to run again, known by its first part: the inputs of how many others are still there?
+        """As a block begins to run again, known by its first module: count the recomputes whose inputs are still alive.
 
-        Blocks that run for the same node of the graph belong to one recomputation: they lie inside of one another
-        (LongCat's layers hold two attentions each), and what is passed between them is no input that was restored.
+        Blocks that run for the same node of the graph belong to one recompute: they lie inside one another (LongCat's
+        layers hold two attentions each), and what is passed between them is not an input that was restored.
         """
         block = next((outer for outer in (name, *ancestors(name)) if outer in self._blocks), None)
         if block is None or block in self._run_again:
             return
         self._run_again.add(block)
         node = current_node()
-        recomputation = block if node is None else sequence_number(node)
-        if recomputation in self._restored:
+        recompute = block if node is None else sequence_number(node)
+        if recompute in self._restored:
             return
-        inputs = _storages(values, block)
-        given = {held.reference.cdata for held in inputs}
+        inputs = _input_storages(values, block)
+        own = {storage.key for storage in inputs}
         alive = [
-            other
-            for other, held in self._restored.items()
-            if any(one.is_alive and one.reference.cdata not in given for one in held)
+            earlier
+            for earlier, restored in self._restored.items()
+            if any(storage.is_alive and storage.key not in own for storage in restored)
         ]
         self.most_restored_alive = max(self.most_restored_alive, len(alive))
-        self._restored[recomputation] = inputs
-        self.begun.add(block)
+        self._restored[recompute] = inputs
+        self.started_recompute.add(block)
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """TorchScript's modules take none, and hide their attributes: they are parts of what does."""
+    """Return whether hooks can watch a module. TorchScript's take none, and hide their attributes."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
 def _called_parts(name: str, children: dict[str, list[str]], calls: collections.Counter[str]) -> Iterator[str]:
-    """The outermost modules in a module that are called; containers are not, their content is."""
+    """Yield the outermost modules inside a module that are called; containers are not, but what they contain is."""
     for child in children.get(name, ()):
         if calls[child]:
             yield child
@@ -159,22 +166,22 @@ def _called_parts(name: str, children: dict[str, list[str]], calls: collections.
             yield from _called_parts(child, children, calls)
 
 
-def _storages(values: Any, block: str) -> list[Held]:
-    """Of the floating-point tensors in a block's arguments: masks and indices are shared and small."""
-    found: dict[int, Held] = {}
+def _input_storages(values: Any, block: str) -> list[TrackedStorage]:
+    """Return the storages of a block's floating-point arguments: masks and indices are shared and small."""
+    found: dict[int, TrackedStorage] = {}
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not isinstance(leaf, nn.Parameter):
-            held = _held(leaf, block)
-            if held is not None:
-                found[held.reference.cdata] = held
+            storage = _track(leaf, block)
+            if storage is not None:
+                found[storage.key] = storage
     return list(found.values())
 
 
-def _held(tensor: Tensor, block: str) -> Held | None:
+def _track(tensor: Tensor, block: str) -> TrackedStorage | None:
     if tensor.layout is not torch.strided or is_functorch_wrapped(tensor):
         return None
     storage = tensor.untyped_storage()
-    return Held(StorageWeakRef(storage), storage.nbytes(), block)  # type: ignore[no-untyped-call]
+    return TrackedStorage(StorageWeakRef(storage), storage.nbytes(), block)  # type: ignore[no-untyped-call]
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -184,9 +191,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
         self._device = device.type
-        self._known = [held for held in (_held(tensor, "") for tensor in known) if held is not None]
-        self._seen = {held.reference.cdata for held in self._known}
-        self._held: list[Held] = []
+        self._known = [storage for storage in (_track(tensor, "") for tensor in known) if storage is not None]
+        self._seen = {storage.key for storage in self._known}
+        self._made: list[TrackedStorage] = []
         self.forward_draws: collections.Counter[int] = collections.Counter()
         self.backward_draws: collections.Counter[int] = collections.Counter()
 
@@ -206,23 +213,26 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _remember(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device or type(tensor) is not Tensor:
             return
-        held = _held(tensor, self._calls.block)
-        if held is not None and held.reference.cdata not in self._seen:
-            self._seen.add(held.reference.cdata)
-            self._held.append(held)
+        storage = _track(tensor, self._calls.block)
+        if storage is not None and storage.key not in self._seen:
+            self._seen.add(storage.key)
+            self._made.append(storage)
 
     def alive_bytes(self) -> collections.Counter[str]:
-        """Bytes that forward made and that are still held, by block."""
+        """Return the bytes that forward made and that are still held, by block."""
         alive: collections.Counter[str] = collections.Counter()
-        for held in self._held:
-            if held.is_alive:
-                alive[held.block] += held.nbytes
+        for storage in self._made:
+            if storage.is_alive:
+                alive[storage.block] += storage.nbytes
         return alive
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers. Fused attention and fused recurrent layers are tagged as if they did,
-    but do with dropout only; and their backward is told the numbers that forward drew."""
+    """Return whether an operator draws random numbers.
+
+    Fused attention and fused recurrent layers are tagged as if they always did, but draw with dropout only; and their
+    backward is given the numbers that forward drew.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags or schema_of(func).name.endswith("_backward"):
         return False
     for place, argument in enumerate(schema_of(func).arguments):
@@ -232,7 +242,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class Accumulations:
-    """How often each parameter is accumulated into. DDP counts on once."""
+    """Counts how often each parameter accumulates a gradient. DDP relies on once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -258,8 +268,8 @@ class Accumulations:
         self.counts[name] += 1
 
 
-def in_the_graph_of(loss: Tensor, model: nn.Module) -> set[str]:
-    """The parameters that can be reached from the loss: what DDP's find_unused_parameters looks for."""
+def parameters_in_graph(loss: Tensor, model: nn.Module) -> set[str]:
+    """Return the names of the parameters that the loss's graph reaches: what DDP's find_unused_parameters looks for."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     found: set[str] = set()
     seen: set[Any] = set()

@@ -1,10 +1,10 @@
-"""The reference: a copy of the model in which nothing is recomputed.
+"""The reference: a copy of the model in which nothing is recomputed, run twice.
 
-A copy with its own checkpointing flag off, run while torch's `checkpoint` simply calls its function: so also models
-whose code calls it themselves, or that lie in torch's checkpoint wrappers, have a plain run to be compared with. The
+Its own checkpointing flag is off, and while it runs torch's `checkpoint` simply calls its function. So models whose
+code calls it themselves, or that lie in torch's checkpoint wrappers, have a plain run to be compared with, too. The
 replacement holds for the whole process, for as long as the run takes, and every name is put back.
 
-Models under DDP: the reference is the plain model on every rank's own batch, its gradients averaged over ranks.
+Under DDP, the reference is the plain model on every rank's own batch, with its gradients averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide._torch import pytree
-from lowtide.auditing.comparison import checksum, error_beyond_rounding, errors_of, is_nothing, largest_of
-from lowtide.auditing.setups import disable
+from lowtide.auditing.comparison import (
+    checksum,
+    compare,
+    error_beyond_rounding,
+    is_none_or_zero,
+    largest_gradient,
+    relative_errors,
+)
+from lowtide.auditing.setups import disable_checkpointing
 from lowtide.auditing.step import Observation, observe
 from lowtide.errors import CannotAuditError
 from lowtide.modules import named_parameters, unwrap_ddp
@@ -35,53 +42,73 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from lowtide.auditing.comparison import Comparison, Gradients
     from lowtide.auditing.step import Experiment
 
 
 class Reference:
-    """The plain model: run twice, and in double precision if a doubt asks for it."""
+    """What the plain model does: observed, run again to see its noise, and in double precision to settle a doubt."""
 
     def __init__(self, model: nn.Module, experiment: Experiment, *, on_all_ranks: bool = False) -> None:
         self.model = model
         self.experiment = experiment
-        self._with_only: dict[frozenset[str], Observation] = {}
+        self._trained_only: dict[frozenset[str], Observation] = {}
         self._zeros: dict[frozenset[str] | None, set[str]] = {}
-        self.first = self.observe(model, experiment)
-        again = self.observe(model, experiment).gradients
-        self.own_errors = errors_of(self.first.gradients, again)
-        self.own_error = error_beyond_rounding(self.first.gradients, again)
-        self._of_other_ranks: set[str] = set()
+        self.first = self._observe(model, experiment)
+        rerun = self._observe(model, experiment).gradients
+        self.rerun_errors = relative_errors(self.first.gradients, rerun)
+        self.rerun_error = error_beyond_rounding(self.first.gradients, rerun)
+        self._from_other_ranks: set[str] = set()
+        """Parameters that get their gradient from other ranks' batches alone."""
         if on_all_ranks:
             self._average()
 
-    def _average(self) -> None:
-        own, average = self.first.gradients, averaged(self.first.gradients)
-        self._of_other_ranks = {name for name in own if is_nothing(own[name]) and not is_nothing(average[name])}
-        self.first.gradients = average
-
     @staticmethod
-    def observe(model: nn.Module, experiment: Experiment) -> Observation:
+    def _observe(model: nn.Module, experiment: Experiment) -> Observation:
         with without_torch_checkpoint(model):
             return observe(model, experiment)
 
+    def _average(self) -> None:
+        own, average = self.first.gradients, average_over_ranks(self.first.gradients)
+        self._from_other_ranks = {
+            name for name in own if is_none_or_zero(own[name]) and not is_none_or_zero(average[name])
+        }
+        self.first.gradients = average
+
     @property
     def is_vacuous(self) -> bool:
-        return largest_of(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
+        """Whether a comparison would prove nothing: all gradients are zero, or the loss is not finite."""
+        return largest_gradient(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
 
-    def with_only(self, names: frozenset[str]) -> Observation:
-        """The plain model with these weights trained and everything else frozen."""
-        if names not in self._with_only:
-            with only_trained(self.model, names):
-                self._with_only[names] = self.observe(self.model, self.experiment)
-        return self._with_only[names]
+    def trained_only(self, names: frozenset[str]) -> Observation:
+        """Observe the plain model with only these weights trained and everything else frozen; once for each set."""
+        if names not in self._trained_only:
+            with training_only(self.model, names):
+                self._trained_only[names] = self._observe(self.model, self.experiment)
+        return self._trained_only[names]
+
+    def compare(self, seen: Observation, trained: frozenset[str] | None = None) -> tuple[Comparison, list[str]]:
+        """Compare a run's gradients with the reference's; with `trained`, both are runs in which only these train.
+
+        Also returns the names that were acquitted: their true gradient is zero, and what was compared is rounding.
+        """
+        expected = self.first if trained is None else self.trained_only(trained)
+        comparison = compare(expected.gradients, seen.gradients, self.rerun_errors)
+        suspects = comparison.suspects
+        if not suspects:
+            return comparison, []
+        zeros = sorted(set(suspects) & self.zero_by_mathematics(trained))
+        comparison.acquit(set(zeros))
+        return comparison, zeros
 
     def zero_by_mathematics(self, trained: frozenset[str] | None = None) -> set[str]:
-        """Parameters whose gradient vanishes in double precision: what single precision computes is rounding. Of all
-        that train in the model, or with `trained` of these, everything else being frozen.
+        """Return the parameters whose gradient vanishes in double precision: in single precision it is rounding.
 
-        Empty if the model cannot run so: then the noise floor alone decides. A parameter without a gradient is not
-        among them: what is frozen or unused has no rounding either. And a rank whose batch leaves a parameter out says
-        nothing about it: others have the gradient.
+        All parameters train as in the model, or with `trained` only these do, everything else being frozen.
+
+        The set is empty if the model cannot run in double precision: then the noise floor alone decides. It leaves out
+        parameters without a gradient, which have no rounding either, and those that this rank's batch does not reach:
+        other ranks have their gradient.
         """
         if trained not in self._zeros:
             self._zeros[trained] = self._find_zeros(trained)
@@ -89,15 +116,15 @@ class Reference:
 
     def _find_zeros(self, trained: frozenset[str] | None) -> set[str]:
         try:
-            twin = copy_of(self.model).double()
-            experiment = dataclasses.replace(self.experiment, batch=_doubled(self.experiment.batch))
-            with contextlib.nullcontext() if trained is None else only_trained(twin, trained):
-                gradients = self.observe(twin, experiment).gradients
+            twin = deep_copy(self.model).double()
+            experiment = dataclasses.replace(self.experiment, batch=_in_double(self.experiment.batch))
+            with contextlib.nullcontext() if trained is None else training_only(twin, trained):
+                gradients = self._observe(twin, experiment).gradients
         except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
             return set()
-        floor = 1e-11 * largest_of(gradients)
+        floor = 1e-11 * largest_gradient(gradients)
         zeros = {name for name, gradient in gradients.items() if _vanishes(gradient, floor)}
-        return zeros - self._of_other_ranks
+        return zeros - self._from_other_ranks
 
 
 def _vanishes(gradient: Tensor | None, floor: float) -> bool:
@@ -106,7 +133,7 @@ def _vanishes(gradient: Tensor | None, floor: float) -> bool:
     return not gradient.numel() or bool(gradient.abs().max() <= floor)
 
 
-def _doubled(batch: Any) -> Any:
+def _in_double(batch: Any) -> Any:
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
@@ -114,8 +141,8 @@ def _doubled(batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def only_trained(model: nn.Module, names: frozenset[str]) -> Iterator[None]:
-    """These parameters need gradients, no others do."""
+def training_only(model: nn.Module, names: frozenset[str]) -> Iterator[None]:
+    """Let only these parameters require gradients; put every `requires_grad` back afterwards."""
     before = [(parameter, parameter.requires_grad) for _, parameter in named_parameters(model)]
     for name, parameter in named_parameters(model):
         if parameter.is_floating_point():
@@ -127,8 +154,20 @@ def only_trained(model: nn.Module, names: frozenset[str]) -> Iterator[None]:
             parameter.requires_grad_(required)
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy with weights of its own."""
+def plain_twin(model: nn.Module, reference: nn.Module | Callable[[nn.Module], Any] | None) -> nn.Module:
+    """Return the model to compare with: the one given, or a copy, made plain by the function given or by its flag."""
+    if isinstance(reference, nn.Module):
+        return reference
+    twin = deep_copy(unwrap_ddp(model))
+    if reference is not None:
+        made = reference(twin)
+        return made if isinstance(made, nn.Module) else twin
+    disable_checkpointing(twin)
+    return twin
+
+
+def deep_copy(model: nn.Module) -> nn.Module:
+    """Copy a model with its weights."""
     try:
         twin = copy.deepcopy(model)
     except Exception as error:
@@ -138,27 +177,18 @@ def copy_of(model: nn.Module) -> nn.Module:
             "with configure="
         ) from error
     for parameter in twin.parameters():
-        if not parameter.is_leaf:  # TorchScript copies by an operation, whose gradients go to the original
+        if not parameter.is_leaf:  # TorchScript copies by an operation, whose gradients flow to the original
             parameter.detach_().requires_grad_()
-    return twin
-
-
-def reference_of(model: nn.Module, reference: nn.Module | Callable[[nn.Module], Any] | None) -> nn.Module:
-    """A plain twin: the one given, or a copy, made plain by the function given or by its own flag."""
-    if isinstance(reference, nn.Module):
-        return reference
-    twin = copy_of(unwrap_ddp(model))
-    if reference is not None:
-        made = reference(twin)
-        return made if isinstance(made, nn.Module) else twin
-    disable(twin)
     return twin
 
 
 @contextlib.contextmanager
 def without_torch_checkpoint(model: nn.Module) -> Iterator[None]:
-    """Torch's checkpoint calls its function and does nothing else: by any name, and where the model's modules keep it,
-    or a partial of it as torch's CheckpointWrapper does, to which no name leads."""
+    """Make torch's `checkpoint` call its function and do nothing else, wherever somebody holds it.
+
+    It is replaced under every name in every imported module, and in the attributes of the model's modules: torch's
+    CheckpointWrapper keeps a partial of it, which no module-level name leads to.
+    """
     original = torch.utils.checkpoint.checkpoint
     named = set(inspect.signature(original).parameters) - {"function", "args", "kwargs"}
     options = named | {"preserve_rng_state"}  # torch takes it out of its keywords
@@ -166,26 +196,26 @@ def without_torch_checkpoint(model: nn.Module) -> Iterator[None]:
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
-    kept = list(_kept(original, model))
-    for holder, name in [*_holders(original), *((module, name) for module, name, _ in kept)]:
+    attributes = list(_attributes_holding(original, model))
+    for holder, name in [*_names_of(original), *((module, name) for module, name, _ in attributes)]:
         setattr(holder, name, call)
     try:
         yield
     finally:
-        for module, name, held in kept:
+        for module, name, held in attributes:
             setattr(module, name, held)
-        for holder, name in _holders(call):
+        for holder, name in _names_of(call):
             setattr(holder, name, original)
 
 
-def _kept(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def _attributes_holding(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for module in model.modules():
         for name, held in vars(module).items():
             if held is function or (isinstance(held, functools.partial) and held.func is function):
                 yield module, name, held
 
 
-def _holders(value: Any) -> list[tuple[Any, str]]:
+def _names_of(value: Any) -> list[tuple[Any, str]]:
     return [
         (module, name)
         for module in list(sys.modules.values())
@@ -194,34 +224,37 @@ def _holders(value: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def is_parallel(model: nn.Module) -> bool:
+def is_ddp(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def averaged(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """What DDP should make of each rank's gradients. Where one rank has none, the others' count as they are: it adds
-    zeros of their kind, on the device of its own gradients, because all ranks must go to the same backend."""
+def average_over_ranks(gradients: Gradients) -> Gradients:
+    """Return what DDP should make of each rank's gradients.
+
+    A rank without a gradient adds zeros of the shape and dtype that other ranks have, on the device of its own
+    gradients, because all ranks must use the same backend.
+    """
     device = next((gradient.device for gradient in gradients.values() if gradient is not None), torch.device("cpu"))
-    own_kinds = {name: (tuple(g.shape), g.dtype) for name, g in gradients.items() if g is not None}
-    kinds = {name: kind for others in _everybodys(own_kinds) for name, kind in others.items()}
-    found: dict[str, Tensor | None] = dict.fromkeys(gradients)
+    own = {name: (tuple(g.shape), g.dtype) for name, g in gradients.items() if g is not None}
+    kinds = {name: kind for rank in _gather(own) for name, kind in rank.items()}
+    averages: Gradients = dict.fromkeys(gradients)
     for name in (name for name in gradients if name in kinds):
-        own, (shape, dtype) = gradients[name], kinds[name]
-        total = torch.zeros(shape, dtype=dtype, device=device) if own is None else own.clone()
+        gradient, (shape, dtype) = gradients[name], kinds[name]
+        total = torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.clone()
         dist.all_reduce(total)
-        found[name] = total / dist.get_world_size()
-    return found
+        averages[name] = total / dist.get_world_size()
+    return averages
 
 
-def differ_between_ranks(gradients: dict[str, Tensor | None]) -> list[str]:
-    """Names of the gradients that are not the same bits on every rank."""
+def differ_between_ranks(gradients: Gradients) -> list[str]:
+    """Return the names of the gradients that are not the same bits on every rank."""
     sums = {name: None if gradient is None else checksum(gradient) for name, gradient in gradients.items()}
-    everybody = _everybodys(sums)
-    return [name for name in sums if len({others[name] for others in everybody}) > 1]
+    everybody = _gather(sums)
+    return [name for name in sums if len({rank[name] for rank in everybody}) > 1]
 
 
-def _everybodys(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ranks' own ones, in their order."""
+def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return every rank's dict, in the order of the ranks."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return gathered

@@ -1,10 +1,8 @@
-"""What an audit says: one verdict per check, with the evidence for it and a remedy.
+"""The result of an audit: one verdict for each check, with its evidence and a remedy; as text and as strict JSON.
 
-The report as plain text: a line per check, remedies under what failed.
-
-JSON that every reader takes: it has no word for what is no finite number, so that is written as a string.
-
-`float("Infinity")`, `float("-Infinity")` and `float("NaN")` read these strings back.
+`AuditReport` is data first; `as_text` and `as_json` below write it for people and for programs, `html` and `ci` for
+browsers and for CI systems. JSON has no word for NaN and the infinities, so they are written as the strings "NaN",
+"Infinity" and "-Infinity", which Python's `float` reads back.
 """
 
 from __future__ import annotations
@@ -17,20 +15,25 @@ import math
 from typing import Any
 
 RUNS = "runs"
-"""The check in the place of all others, if a set-up raises before anything can be looked at."""
+"""The name of the check that stands for all others if a set-up raises before anything can be observed."""
 
 REFUSAL = "refusal"
-"""In the evidence of that check: Lowtide's own words, if it was Lowtide that refused."""
+"""The key in that check's evidence under which Lowtide's message stands, if Lowtide refused the set-up."""
 
 GRADIENTS = ("gradients present", "gradient values")
-"""The checks that are the proof. If one of them was run and could not tell, the report is not ok."""
+"""The checks that are the proof. If one of them was run and is inconclusive, the report is not ok."""
+
+SIGNS = {"pass": "ok", "fail": "FAIL", "inconclusive": "?", "not applicable": "-"}
+"""Verdicts in the short form of the text report."""
 
 
 class Verdict(enum.StrEnum):
+    """What a check concludes."""
+
     PASS = "pass"  # noqa: S105  (a verdict)
     FAIL = "fail"
     INCONCLUSIVE = "inconclusive"
-    """The run could not tell: an experiment without force (all gradients zero) proves nothing."""
+    """The run could not tell: if all gradients are zero, equal gradients prove nothing."""
     NOT_APPLICABLE = "not applicable"
 
 
@@ -44,7 +47,7 @@ class CheckResult:
     summary: str
     """One sentence for people."""
     evidence: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Names and numbers behind it, as plain data."""
+    """The names and numbers behind the verdict, as plain data."""
     remedy: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +68,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, at least one check passed, and no question about gradients is left open."""
+        """Whether nothing failed, at least one check passed, and no check of the gradients is inconclusive."""
         verdicts = {check.verdict for check in self.checks}
         return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts and not self.unproven
 
@@ -75,7 +78,7 @@ class AuditReport:
 
     @property
     def unproven(self) -> list[CheckResult]:
-        """Checks of the gradients that could not tell: the summary says why, the remedy how they can."""
+        """The inconclusive checks of the gradients: their summaries say why, their remedies what would settle it."""
         return [check for check in self.checks if check.verdict is Verdict.INCONCLUSIVE and check.name in GRADIENTS]
 
     @property
@@ -88,11 +91,14 @@ class AuditReport:
         return "ok" if self.ok else "no check passed: nothing is proven"
 
     def __getitem__(self, name: str) -> CheckResult:
-        """The check with this name; where there are several modes, as `"mode: name"`."""
+        """Return the check with this name; where there are several modes, `"mode: name"` selects one."""
         for check in self.checks:
             if name in (check.name, f"{check.mode}: {check.name}"):
                 return check
         raise KeyError(name)
+
+    def __str__(self) -> str:
+        return as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -104,23 +110,18 @@ class AuditReport:
         }
 
     def to_json(self) -> str:
-        """What is no finite number is a string there: JSON has no word for it."""
+        """Return the report as strict JSON: numbers that are not finite are strings such as "NaN"."""
         return as_json(self.to_dict(), indent=2)
 
-    def __str__(self) -> str:
-
-        return as_text(self)
-
-    def to_html(self) -> str:  # the `html` extra
+    def to_html(self) -> str:
+        """Return the report as one HTML page that loads nothing. Needs the `html` extra."""
         from lowtide.auditing.html import as_html
 
         return as_html(self)
 
 
-SIGNS = {"pass": "ok", "fail": "FAIL", "inconclusive": "?", "not applicable": "-"}
-
-
 def as_text(report: AuditReport) -> str:
+    """Write one line for each check, with the remedy below what failed or could not tell."""
     lines = [f"{report.model}: {'ok' if report.ok else 'not ok'}"]
     for mode, checks in itertools.groupby(report.checks, key=lambda check: check.mode):
         lines.append(f"[{mode}]")
@@ -132,18 +133,18 @@ def as_text(report: AuditReport) -> str:
 
 
 def as_json(value: Any, *, indent: int | None = None) -> str:
-    """Plain data as JSON."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    """Write plain data as JSON that every parser takes."""
+    return json.dumps(_with_strings_for_nonfinite(value), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _with_strings_for_nonfinite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {name: _finite(held) for name, held in value.items()}
-    return [_finite(held) for held in value] if isinstance(value, list | tuple) else value
+        return {name: _with_strings_for_nonfinite(held) for name, held in value.items()}
+    return [_with_strings_for_nonfinite(held) for held in value] if isinstance(value, list | tuple) else value
 
 
-def some(names: list[str], limit: int = 8) -> list[str]:
-    """The first few, for a report; how many there are stands beside them."""
+def first_few(names: list[str], limit: int = 8) -> list[str]:
+    """Shorten a list of names for a report; the caller says beside it how many there are."""
     return names[:limit]

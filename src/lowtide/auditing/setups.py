@@ -1,4 +1,8 @@
-"""The set-ups that are judged: what is done to a model, and how it is undone."""
+"""The set-ups that an audit judges: how a model's checkpointing is switched on, and how it is switched off again.
+
+A set-up is a user's `configure` function, one of the modes of transformers' own flag, or nothing at all: the model is
+audited as it is.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ TRANSFORMERS: dict[str, dict[str, Any] | None] = {
     "reentrant": {"use_reentrant": True},
     "non-reentrant": {"use_reentrant": False},
 }
-"""Modes of `gradient_checkpointing_enable`."""
+"""Modes of transformers' `gradient_checkpointing_enable`, with the keywords that each passes to it."""
 MODES = ("default", "reentrant")
-"""Those that are judged unless told otherwise."""
+"""The modes that are judged unless the caller chooses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Setup:
     undo: Callable[[nn.Module, Any], None] | None = None
 
     def install(self, model: nn.Module) -> Installed:
+        """Set `model` up. If `configure` returns a module, as wrapping functions do, that module is trained."""
         token = self.configure(model) if self.configure is not None else None
         return Installed(self, token if isinstance(token, nn.Module) else model, token)
 
@@ -46,6 +51,7 @@ class Installed:
     setup: Setup
     model: nn.Module
     token: Any
+    """What `configure` returned; an object with `remove()` can undo the set-up."""
 
     @property
     def can_be_undone(self) -> bool:
@@ -61,10 +67,13 @@ class Installed:
 def setups_for(
     model: nn.Module, configure: Callable[[nn.Module], Any] | None, modes: Sequence[str] | None
 ) -> list[Setup]:
-    """What to judge. By default the model as it is, or both modes of transformers' own flag if nothing is on."""
+    """Choose what to judge: `configure`, the given modes, or by default what suits the model.
+
+    A transformers model on which nothing is switched on is judged in both modes of its own flag, any other as it is.
+    """
     if configure is not None:
         if modes is not None:
-            raise CannotAuditError("modes are those of transformers' own flag: give them, or configure, not both")
+            raise CannotAuditError("pass configure= or modes=, not both: modes are settings of transformers' own flag")
         return [Setup(CONFIGURED, configure)]
     if modes is None:
         is_plain = not (is_checkpointing(model) or _is_wrapped(model) or _has_policy(model))
@@ -86,7 +95,21 @@ def _setup(model: nn.Module, mode: str) -> Setup:
     def configure(model: nn.Module) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=TRANSFORMERS[mode])  # type: ignore[operator]
 
-    return Setup(mode, configure, lambda model, _: disable(model))
+    return Setup(mode, configure, lambda model, _: disable_checkpointing(model))
+
+
+def disable_checkpointing(model: nn.Module) -> None:
+    """Switch off the checkpointing that a model's own flag controls."""
+    if _offers_checkpointing(model) and is_checkpointing(model):
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """Return whether the flag of any module is on."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def _offers_checkpointing(model: nn.Module) -> bool:
@@ -95,26 +118,15 @@ def _offers_checkpointing(model: nn.Module) -> bool:
     )
 
 
-def is_checkpointing(model: nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-
-
 def _is_wrapped(model: nn.Module) -> bool:
-    """Whether blocks lie in torch's checkpoint wrappers: somebody has set the model up."""
+    """Return whether blocks lie in torch's checkpoint wrappers: then somebody has set the model up."""
     return any("_checkpoint_wrapped_module" in children_of(module) for module in model.modules())
 
 
 def _has_policy(model: nn.Module) -> bool:
-    """Whether an object in the place of a module's forward says that it is a policy's, as Lowtide's do and a copy's do
-    not: its attribute `is_activation_policy` is true. A protocol, because the audit imports no engine."""
+    """Return whether a policy is in force: an object replaces a module's forward and says `is_activation_policy`.
+
+    Lowtide's objects do, and those in a deep copy do not. It is a protocol, because the audit imports no engine.
+    """
     forwards = (module.__dict__.get("forward") for module in model.modules())
     return any(getattr(forward, "is_activation_policy", False) is True for forward in forwards)
-
-
-def disable(model: nn.Module) -> None:
-    """Switch off the checkpointing that a model has by itself."""
-    if _offers_checkpointing(model) and is_checkpointing(model):
-        model.gradient_checkpointing_disable()  # type: ignore[operator]
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""Repeated blocks of a model, found by structure: what one would expect to be recomputed.
+"""Finds the repeated blocks of a model by its structure: what one would expect to be recomputed.
 
-A stack is a container with at least two children of one class that have parameters and parts of their own: a text
-model's layers, the blocks of a vision tower, an encoder's stages. Found independently of any engine, so that a stack
-that an engine forgot is seen.
+A stack is a container with at least two children of one class, each with parameters and children: a text model's
+layers, the blocks of a vision tower, an encoder's stages. It is found independently of any engine, so that a stack that
+an engine forgot shows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import nn
 from lowtide.modules import plain_name, unwrap_checkpoint
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-
-_FEWEST = 2
+_FEWEST_BLOCKS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +24,18 @@ class Stack:
 
     name: str
     kind: str
+    """The name of the blocks' class."""
     blocks: tuple[str, ...]
 
 
 def find_stacks(model: nn.Module) -> list[Stack]:
-    """Every stack, outer ones first. Stacks inside blocks (experts, inner stages) are stacks of their own."""
+    """Return every stack, outer ones first. A container inside a block (experts, inner stages) is a stack, too."""
     return [
         Stack(plain_name(name), kind, tuple(blocks))
         for name, module in model.named_modules()
         if isinstance(module, _CONTAINERS)
         for kind, blocks in _blocks_by_class(name, module).items()
-        if len(blocks) >= _FEWEST
+        if len(blocks) >= _FEWEST_BLOCKS
     ]
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 import lowtide
 from lowtide import simdevice
 from lowtide.demo.training import LAYERS, POLICY, Outcome, build, make_batch, ours, plain, their_flag, train
-from lowtide.errors import LowtideError
+from lowtide.errors import DemoError
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,10 +43,6 @@ NEXT = f"""\
 $ lowtide plan YOUR_MODEL --tokens 32k --device H100 --lora 16
 >>> applied = lowtide.apply(model, "{POLICY}")  # before DDP
 $ lowtide audit your_package.models:factory"""
-
-
-class DemoError(LowtideError):
-    """The demo did not go as it should."""
 
 
 def tell(console: Console) -> None:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING
 
+from lowtide.errors import OutOfCapacityError
+from lowtide.units import format_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -28,10 +31,6 @@ _OWN_SEGMENT_FROM = 10 * MIB
 
 _Block = tuple[int, int, int]
 """Its size, its segment, and where it begins there: sorted by size, the best fit is found at once."""
-
-
-class OutOfCapacityError(Exception):
-    """The replayed step does not fit."""
 
 
 class CachingAllocator:
@@ -71,7 +70,7 @@ class CachingAllocator:
         if self._capacity is not None and self.reserved + length > self._capacity:
             self._release_free_segments()
             if self.reserved + length > self._capacity:
-                raise OutOfCapacityError
+                raise OutOfCapacityError(f"{format_bytes(length)} more do not fit in {format_bytes(self._capacity)}")
         self._made += 1
         self._segments[self._made] = (length, is_small)
         self.reserved += length

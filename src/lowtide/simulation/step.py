@@ -22,6 +22,7 @@ import torch
 from lowtide._torch import pytree
 from lowtide.applying import apply
 from lowtide.errors import NoRegionError, PlanError
+from lowtide.objective import returned_loss
 from lowtide.recording import tensors_in
 from lowtide.regions import find_head, find_regions
 from lowtide.simulation.attention import Attention
@@ -221,12 +222,8 @@ def _called(model: nn.Module, batch: Any) -> Any:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output:
-        loss = output[0]
-    if isinstance(output, torch.Tensor):
-        loss = output
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    loss = returned_loss(output)
+    if loss is None:
         raise PlanError(
             "the model returns no loss for this batch (one number: itself, `.loss`, or first in a tuple): plan a "
             "module that computes its loss"

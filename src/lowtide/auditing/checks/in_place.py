@@ -1,8 +1,7 @@
-"""Is a change of a saved tensor noticed?
+"""Is it noticed if a tensor that backward needs is changed in place?
 
-The input of a block is changed in place between forward and backward. Autograd refuses the backward then. An engine
-whose hooks lost that check would go on with a wrong gradient; one that had copied the input before may go on with the
-right one.
+The input of a block is changed between forward and backward. Autograd refuses the backward then. An engine whose hooks
+lose that check computes a wrong gradient; one that copied the input before may compute the right one.
 """
 
 from __future__ import annotations
@@ -16,53 +15,54 @@ from torch import Tensor, nn
 from lowtide._torch import pytree
 from lowtide.auditing.comparison import compare
 from lowtide.auditing.report import CheckResult, Verdict
-from lowtide.auditing.step import gradients_of
+from lowtide.auditing.step import gradients_with
 from lowtide.modules import named_modules
 
 if TYPE_CHECKING:
     from lowtide.auditing.case import Case
 
-NAME = "in-place changes"
+_NAME = "in-place changes"
 
 
 def refused(case: Case) -> CheckResult:
-    block = next((name for name in reversed(list(case.blocks())) if name in case.recomputed), None)
+    """Check that backward raises after the last recomputed block's input was changed, or still is right."""
+    block = next((name for name in reversed(case.blocks) if name in case.recomputed), None)
     if block is None:
-        return case.check(NAME, Verdict.NOT_APPLICABLE, "no block is recomputed")
+        return case.result(_NAME, Verdict.NOT_APPLICABLE, "no block is recomputed")
     model = case.install().model
     vandal = Vandal(model, block)
     try:
-        gradients = gradients_of(model, case.experiment, vandal.strike)
+        gradients = gradients_with(model, case.experiment, vandal.strike)
     except RuntimeError as error:
         return _noticed(case, vandal, error)
     finally:
         vandal.handle.remove()
     if not vandal.has_struck:
         what = f"{block} has no input with a gradient that can be changed in place"
-        return case.check(NAME, Verdict.NOT_APPLICABLE, what, block=block)
-    comparison = compare(case.run().gradients, gradients, case.reference.own_errors)
+        return case.result(_NAME, Verdict.NOT_APPLICABLE, what, block=block)
+    comparison = compare(case.run().gradients, gradients, case.reference.rerun_errors)
     if comparison.suspects:
-        return case.check(
-            NAME,
+        return case.result(
+            _NAME,
             Verdict.FAIL,
-            f"the input of {block} was changed after forward, and backward went on with wrong gradients",
-            remedy="saved-tensor hooks that pass a tensor through switch autograd's own check off: compare versions "
-            "on unpack",
+            f"the input of {block} was changed in place after forward, and backward computed wrong gradients silently",
+            remedy="saved-tensor hooks that hand the tensor itself through switch off autograd's own check: compare "
+            "versions on unpack",
             block=block,
             wrong=len(comparison.suspects),
         )
-    return case.check(NAME, Verdict.PASS, f"a change of {block}'s input does no harm", block=block)
+    return case.result(_NAME, Verdict.PASS, f"changing {block}'s input in place does no harm", block=block)
 
 
 def _noticed(case: Case, vandal: Vandal, error: RuntimeError) -> CheckResult:
     if not vandal.has_struck:
         raise error
     message = (str(error).strip().splitlines() or [""])[0][:160]
-    return case.check(NAME, Verdict.PASS, f"a change of {vandal.block}'s input is refused", error=message)
+    return case.result(_NAME, Verdict.PASS, f"changing {vandal.block}'s input in place is refused", error=message)
 
 
 class Vandal:
-    """Changes a block's input after forward, as code does that goes on with a tensor that a block was given."""
+    """Changes a block's input after forward, as code does that keeps using a tensor after it gave it to a block."""
 
     def __init__(self, model: nn.Module, block: str) -> None:
         self.block = block
@@ -81,7 +81,7 @@ class Vandal:
     def strike(self) -> None:
         if self._input is None:
             return
-        pattern = torch.arange(self._input.numel(), device=self._input.device).cos()  # no norm takes it out again
+        pattern = torch.arange(self._input.numel(), device=self._input.device).cos()  # no norm cancels it
         with contextlib.suppress(RuntimeError):  # an expanded input: nobody can change it in place
             self._input.add_(pattern.view_as(self._input).to(self._input.dtype))
             self.has_struck = True

@@ -1,79 +1,84 @@
-"""Are the blocks run again in backward: all of them, once per call?"""
+"""Are the blocks run again in backward: all of them, once for each call?"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.report import CheckResult, Verdict, some
+from lowtide.auditing.report import CheckResult, Verdict, first_few
 from lowtide.modules import ancestors
 
 if TYPE_CHECKING:
     from lowtide.auditing.case import Case
     from lowtide.auditing.stacks import Stack
 
-_SHARE = 0.1
-"""A stack that holds less than this share of the memory is mentioned, not failed."""
+_NAME = "recomputed"
+
+_NEGLIGIBLE = 0.1
+"""A stack that is not recomputed and holds less than this share of the memory is mentioned, not failed."""
 
 
 def recomputed(case: Case) -> CheckResult:
-    stacks = [summary for stack in case.experiment.stacks if (summary := _of_stack(case, stack)) is not None]
-    missed = [stack for stack in stacks if stack["not_recomputed"] and stack["share_of_memory"] >= _SHARE]
-    repeated = _repeated(case)
-    if not stacks and not case.repeats_the_reference:
-        return case.check(
-            "recomputed",
+    """Check that every stack that matters runs again in backward, and no block more often than it was called."""
+    stacks = [summary for stack in case.experiment.stacks if (summary := _stack_summary(case, stack)) is not None]
+    missed = [stack for stack in stacks if stack["not_recomputed"] and stack["share_of_memory"] >= _NEGLIGIBLE]
+    repeated = _run_too_often(case)
+    if not stacks and not case.recomputes_no_more_than_reference:
+        return case.result(
+            _NAME,
             Verdict.NOT_APPLICABLE,
             "no stack of blocks ran with gradients",
-            remedy="judge by memory",
+            remedy="judge by the memory check",
         )
     if not any(stack["recomputed"] for stack in stacks):
-        return _nothing(case, stacks)
+        return _none_recomputed(case, stacks)
     if missed or repeated:
         findings = [_missed(stack) for stack in missed]
-        findings += [f"{name} ran {again} times for {calls} calls" for name, (again, calls) in repeated]
-        return case.check(
-            "recomputed",
+        findings += [f"{name} ran again {again} times for {calls} calls" for name, (again, calls) in repeated]
+        return case.result(
+            _NAME,
             Verdict.FAIL,
             "; ".join(findings),
-            remedy="pass these layers to the checkpoint function too, in their own class (the model's code), or use "
-            "lowtide.apply, which finds them",
+            remedy="checkpoint these layers too, in the model's own code, or use lowtide.apply, which finds them",
             stacks=stacks,
             repeated={name: list(counts) for name, counts in repeated},
         )
     blocks = sum(stack["recomputed"] for stack in stacks)
     names = ", ".join(f"{stack['name']} x{stack['recomputed']}" for stack in stacks)
-    return case.check("recomputed", Verdict.PASS, f"{blocks} blocks ran again in backward: {names}", stacks=stacks)
+    return case.result(_NAME, Verdict.PASS, f"{blocks} blocks ran again in backward: {names}", stacks=stacks)
 
 
-def _nothing(case: Case, stacks: list[dict[str, Any]]) -> CheckResult:
+def _none_recomputed(case: Case, stacks: list[dict[str, Any]]) -> CheckResult:
     if case.run().total_held < 0.8 * case.plain.total_held:
-        return case.check(
-            "recomputed",
+        return case.result(
+            _NAME,
             Verdict.NOT_APPLICABLE,
-            "no block is run again; the set-up keeps memory low in another way",
+            "no block runs again in backward; the set-up saves memory in another way",
             stacks=stacks,
         )
-    if case.repeats_the_reference:
-        return case.recomputes_too("recomputed", stacks=stacks)
-    return case.check(
-        "recomputed",
+    if case.recomputes_no_more_than_reference:
+        return case.without_plain_reference(_NAME, stacks=stacks)
+    return case.result(
+        _NAME,
         Verdict.FAIL,
-        "no block was run again in backward: the setting has no effect",
-        remedy="is the model in train mode, and does its code look at the flag? lowtide.apply needs neither",
+        "no block ran again in backward: the setting has no effect",
+        remedy="check that the model's code reads the flag; lowtide.apply needs no support in it",
         stacks=stacks,
     )
 
 
-def _of_stack(case: Case, stack: Stack) -> dict[str, Any] | None:
-    """What happened to a stack; None if it did not run, lies in a recomputed block, holds recomputed parts, or is run
-    again by the reference, too."""
+def _stack_summary(case: Case, stack: Stack) -> dict[str, Any] | None:
+    """Say what happened to a stack.
+
+    None if it did not run, lies in a recomputed block, contains recomputed modules, or is recomputed by the reference,
+    too.
+    """
     again, by_itself = case.recomputed, case.plain.backward_calls
-    parts = {ancestor for name in again for ancestor in ancestors(name)}
+    around = {ancestor for name in again for ancestor in ancestors(name)}
     blocks = [name for name in stack.blocks if case.plain.forward_calls[name] and _is_trained(case, name)]
     if len(blocks) == 0 or any(ancestor in again for ancestor in ancestors(blocks[0])):
         return None
     done = [name for name in blocks if name in again]
-    missed = [name for name in blocks if name not in again and name not in parts and not by_itself[name]]
+    missed = [name for name in blocks if name not in again and name not in around and not by_itself[name]]
     if not done and not missed:
         return None
     held = sum(case.plain.held_bytes[name] for name in missed)
@@ -82,7 +87,7 @@ def _of_stack(case: Case, stack: Stack) -> dict[str, Any] | None:
         "kind": stack.kind,
         "recomputed": len(done),
         "not_recomputed": len(missed),
-        "blocks_not_recomputed": some(missed),
+        "blocks_not_recomputed": first_few(missed),
         "share_of_memory": round(held / max(1, case.plain.total_held), 4),
     }
 
@@ -92,10 +97,10 @@ def _is_trained(case: Case, block: str) -> bool:
     return any(gradient is not None for name, gradient in case.plain.gradients.items() if name.startswith(prefix))
 
 
-def _repeated(case: Case) -> list[tuple[str, tuple[int, int]]]:
-    """Blocks that ran more often in backward than they were called in forward."""
+def _run_too_often(case: Case) -> list[tuple[str, tuple[int, int]]]:
+    """Return the blocks that ran more often in backward than they were called in forward, with both counts."""
     found = []
-    for name in case.blocks():
+    for name in case.blocks:
         extra = case.run().backward_calls[name] - case.plain.backward_calls[name]
         if extra > case.run().forward_calls[name] > 0:
             found.append((name, (extra, case.run().forward_calls[name])))
@@ -105,4 +110,4 @@ def _repeated(case: Case) -> list[tuple[str, tuple[int, int]]]:
 def _missed(stack: dict[str, Any]) -> str:
     share = f"{100 * stack['share_of_memory']:.0f} % of the memory held"
     count = f"{stack['not_recomputed']} of {stack['not_recomputed'] + stack['recomputed']}"
-    return f"{stack['name']}: {count} {stack['kind']} not run again ({share})"
+    return f"{stack['name']}: {count} {stack['kind']} did not run again ({share})"
