@@ -81,3 +81,12 @@ class CannotAuditError(LowtideError, ValueError):
 
 class NoGradientError(CannotAuditError):
     """The loss needs no gradient. Of the plain model there is nothing to judge then; of a set-up it is a verdict."""
+
+
+def by_name(name: str) -> type[LowtideError]:
+    """Return the error class of that name in this tree; a name that is not in it stands for a `PlanError`.
+
+    Errors come back from the planning process as a name and a message.
+    """
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, LowtideError) else PlanError
