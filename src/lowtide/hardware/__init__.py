@@ -1,4 +1,4 @@
-"""Knows accelerators: what their data sheets say, which one this machine has, and what share of its figures is reached."""
+"""Knows accelerators: their data sheets, which one this machine has, and what share of its figures is reached."""
 
 from __future__ import annotations
 

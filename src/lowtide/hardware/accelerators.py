@@ -122,7 +122,7 @@ def resolve_accelerator(device: str | Accelerator | None, calibration: Path | st
 
 
 def find_accelerator(name: str, calibration: Path | str | None = None) -> Accelerator:
-    """Look an accelerator up in the built-in table by its name, in any spelling; with a calibration file, as measured."""
+    """Look up an accelerator in the built-in table by name, in any spelling; with a calibration file, as measured."""
     rows = {normalize(row.name): row for row in load_table()}
     if normalize(name) not in rows:
         raise InvalidValueError(unknown(name, [row.name for row in rows.values()], "accelerator that Lowtide knows"))

@@ -31,7 +31,7 @@ POLICIES = (
     "recompute+offload+tile(mlp)",
     "recompute+offload+tile",
 )
-"""The usual policies; those whose tiles the model has are tried. `tile(mlp)` alone is for models without a tiled loss."""
+"""The usual policies, of which those are tried whose tiles the model has. `tile(mlp)` is for models without a head."""
 
 _STEP = {"tokens": 1024, "batch_size": 1}
 """To what the answer is exact."""

@@ -161,8 +161,8 @@ class _Planner:
     def _mixtures(self, uniform: list[Candidate]) -> Iterator[Candidate]:
         """Yield the solver's choice for each tile option, the most promising first.
 
-        A choice that turns out to need more than the solver thought is solved again with a smaller budget; one that does
-        not promise to be faster than what is known to fit is not simulated at all.
+        A choice that turns out to need more than the solver thought is solved again with a smaller budget; one that
+        does not promise to be faster than what is known to fit is not simulated at all.
         """
         fastest = min((c.estimate.seconds for c in uniform if c.fits), default=math.inf)
         fragmentation = max(c.estimate.needed_bytes - c.estimate.peak_bytes for c in uniform)
@@ -200,7 +200,7 @@ class _Planner:
         return choice if choice and len(set(choice.region_policies.values())) > 1 else None
 
     def _confirm_fastest(self, candidates: list[Candidate]) -> Candidate | None:
-        """Return the fastest that fits with all layers simulated; one that turns out too large is replaced by the next."""
+        """Return the fastest that fits with all layers simulated; if one turns out too large, the next is tried."""
         for place in sorted(range(len(candidates)), key=lambda place: candidates[place].estimate.seconds):
             candidate = candidates[place]
             if candidate.fits and not candidate.estimate.exact:
@@ -246,8 +246,8 @@ class _Planner:
         notes = []
         if any(candidate.estimate.host_bytes > self._host_budget for candidate in candidates):
             notes.append(
-                f"offload may take {format_bytes(self._host_budget)} of host memory per rank: tell what this machine has "
-                "with host_budget (--host-budget)"
+                f"offload may take {format_bytes(self._host_budget)} of host memory per rank: set host_budget "
+                "(--host-budget) to what this machine has"
             )
         if self._inapplicable:
             notes.append(

@@ -137,8 +137,8 @@ def reserved_bytes(events: Iterable[Event]) -> int:
 def least_capacity(events: Iterable[Event], allocated: int, reserved: int) -> int:
     """Return the least capacity that gets the allocator through the events, found by bisection.
 
-    It lies between the bytes that are `allocated` at the peak and those that are `reserved` without a limit, and is exact
-    to a large segment or 1/32 of that range.
+    It lies between the bytes that are `allocated` at the peak and those that are `reserved` without a limit, and is
+    exact to a large segment or 1/32 of that range.
     """
     low, high = allocated, reserved
     requests = [event for event in events if event.place == "device" and event.change]

@@ -1,9 +1,9 @@
 """Models attention on an accelerator: which kernel `scaled_dot_product_attention` takes, and kernels' workspaces.
 
-On meta tensors torch takes the mathematical form, which makes the whole square of scores: a GPU rarely does. `Attention`
-chooses as torch's `sdp_utils.cpp` does: flash where there is no mask, numbers are 16 bits wide and heads are at most
-256 wide; the memory-efficient kernel with masks and in float32; the mathematical form otherwise. cuDNN's kernel is only
-taken on request: torch prefers flash by default.
+On meta tensors torch takes the mathematical form, which makes the whole square of scores: a GPU rarely does. The class
+`Attention` chooses as torch's `sdp_utils.cpp` does: flash where there is no mask, numbers are 16 bits wide and heads
+are at most 256 wide; the memory-efficient kernel with masks and in float32; the mathematical form otherwise. cuDNN's
+kernel is only taken on request: torch prefers flash by default.
 
 A workspace is memory that a kernel takes for itself while it runs, so that no tensor of the program shows it.
 `workspace_of` has a formula for each such kernel, after its source in torch. cuBLAS and cuDNN keep fixed workspaces,

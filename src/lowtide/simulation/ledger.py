@@ -75,7 +75,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._write(-size, number, place, owner)
 
     def hold(self, nbytes: int, kind: str, region: str | None = None) -> _Release:
-        """Count bytes that no tensor stands for (a workspace, a bucket, gathered weights) until the result is called."""
+        """Count bytes that no tensor has (a workspace, a bucket, gathered weights) until the result is called."""
         owner = Owner(kind, self.moment.region if region is None else region)
         number = next(self._numbers)
         size = self._rounded(nbytes)
@@ -84,7 +84,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Answer torch, which asks. Nothing is compiled here, and skipping its compiler would cost a call per operation."""
+        """Answer torch. Nothing is compiled here, and to skip its compiler would cost a call per operation."""
         return False
 
     def __torch_dispatch__(

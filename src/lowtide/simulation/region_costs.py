@@ -64,8 +64,9 @@ class StepCosts:
 def region_costs(model: Extrapolation, recordings: dict[str, Recording]) -> StepCosts:
     """Return the costs of all regions of the whole model. `recordings` are by policy, all of the same (short) length.
 
-    `model` knows the whole model's memory at any region under the policy `none`. What is left of it without the region's
-    own bytes, and without what the regions before it hold while they wait, is the base that all policies share.
+    `model` knows the whole model's memory at any region under the policy `none`. What is left of it without the
+    region's own bytes, and without what the regions before it hold while they wait, is the base that all policies
+    share.
     """
     by_policy = {policy: _RegionReader(recording) for policy, recording in recordings.items()}
     keep = by_policy["none"]

@@ -121,7 +121,7 @@ def make_job(
     ranks: int,
     **settings: Any,
 ) -> Job:
-    """Make a job from settings as people write them: `"128k"` tokens, `"4x1024x1024"` images, ranks without an engine."""
+    """Make a job from settings as people write them: `"128k"` tokens, `"4x1024x1024"` images, ranks without engine."""
     return Job(
         tokens=None if tokens is None else parse_tokens(tokens),
         images=parse_images(images),
