@@ -60,6 +60,14 @@ class Stack:
         """Return a figure of the whole stack from the figures of the short and the long one."""
         return long + (long - short) * self.steps_past_long
 
+    def layer_of(self, region: str) -> int | None:
+        """Return a region's number in this stack; None if it is not one of its layers.
+
+        The empty stack has none, though regions of a model that is a stack itself (`0`, `1`) lie in no named container.
+        """
+        container, _, number = region.rpartition(".")
+        return int(number) if self.length and container == self.name and number.isdigit() else None
+
     def representative(self, layer: int) -> int:
         """Return the layer of the long stack that is like a layer of the whole one: an inner one for an inner one."""
         if layer in (0, self.length - 1) or layer < self.prefix:
@@ -169,15 +177,13 @@ class Extrapolation:
             return max(self._peak_at(_Place("forward", "")), self._peak_at(_Place("backward", "")))
         if phase == "optimizer":
             return self._peak_at(_Place("optimizer", ""))
-        container, _, number = region.rpartition(".")
-        if container != self.stack.name:
-            return self._peak_at(_Place(phase, region))
-        return round(self._interpolated_peak(phase, int(number)))
+        layer = self.stack.layer_of(region)
+        return self._peak_at(_Place(phase, region)) if layer is None else round(self._interpolated_peak(phase, layer))
 
     def representative(self, region: str) -> str:
         """Return the region of the long model that is like a region of the whole one."""
-        container, _, number = region.rpartition(".")
-        return f"{container}.{self.stack.representative(int(number))}" if container == self.stack.name else region
+        layer = self.stack.layer_of(region)
+        return region if layer is None else f"{self.stack.name}.{self.stack.representative(layer)}"
 
     def _peak_at(self, place: _Place) -> int:
         return round(self._extrapolated_peak(place)) if place in self._long_peaks else 0
@@ -236,10 +242,10 @@ def _peaks_by_place(recording: Recording, stack: Stack, count: int) -> dict[_Pla
 
 
 def _place_of(moment: Moment, stack: Stack, count: int) -> _Place:
-    container, _, number = moment.region.rpartition(".")
-    if container != stack.name or not number.isdigit():
+    layer = stack.layer_of(moment.region)
+    if layer is None:
         return _Place(moment.phase, moment.region)
-    from_end = count - 1 - int(number)
-    if int(number) <= from_end:
-        return _Place(moment.phase, container, "first", int(number))
-    return _Place(moment.phase, container, "last", from_end)
+    from_end = count - 1 - layer
+    if layer <= from_end:
+        return _Place(moment.phase, stack.name, "first", layer)
+    return _Place(moment.phase, stack.name, "last", from_end)
