@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
 _ACCUMULATES = 2**62
 """Nodes that accumulate a parameter's gradient have numbers above this: they belong to whichever region runs."""
 
-_IN_BETWEEN = ("/tracing/ledger.py", "/tracing/phases.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
+_IN_BETWEEN = (
+    __file__,
+    str(Path(__file__).with_name("ledger.py")),
+    "/torch/_compile.py",
+    "/torch/_dynamo/eval_frame.py",
+)
 """Files whose code is on the call stack between an operation and this module."""
 
 _FUNCTIONS = "/torch/autograd/function.py"
