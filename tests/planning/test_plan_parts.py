@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowtide.errors import InvalidValueError
+from lowtide import errors
+from lowtide.errors import InvalidValueError, LowtideError, PlanError
 from lowtide.hardware.accelerators import find_accelerator, load_table, match_accelerator
 from lowtide.planning.solver import solve
 from lowtide.policy.rules import as_policy, range_globs
@@ -247,3 +248,17 @@ def test_pictures_are_written_as_count_and_size():
     assert parse_images("4x1024x768") == (4, 1024, 768)
     with pytest.raises(InvalidValueError, match="COUNTxHEIGHTxWIDTH"):
         parse_images("four")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("InvalidValueError", InvalidValueError),
+        ("LowtideError", LowtideError),
+        ("NoSuchError", PlanError),
+        ("by_name", PlanError),
+        ("__builtins__", PlanError),
+    ],
+)
+def test_an_error_of_another_process_is_one_of_the_tree(name: str, error: type[LowtideError]):
+    assert errors.by_name(name) is error
