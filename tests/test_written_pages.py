@@ -12,6 +12,7 @@ import pytest
 
 import lowtide
 import lowtide.auditing
+import lowtide.hardware
 import lowtide.planning
 import lowtide.simdevice
 from lowtide.hardware.accelerators import load_table
@@ -102,7 +103,7 @@ def test_the_architecture_page_names_the_sources_of_the_device():
 
 def test_the_reference_names_all_that_is_public():
     page = (DOCS / "reference.md").read_text()
-    for package in (lowtide, lowtide.planning, lowtide.auditing, lowtide.simdevice):
+    for package in (lowtide, lowtide.planning, lowtide.hardware, lowtide.auditing, lowtide.simdevice):
         missing = {name for name in package.__all__ if not re.search(rf"\b{name}\b", page)}
         assert not missing, package.__name__
 

@@ -127,3 +127,12 @@ class CannotBuildError(LowtideError):
 
 class DemoError(LowtideError):
     """The demo did not show what it should; the message says which part."""
+
+
+def by_name(name: str) -> type[LowtideError]:
+    """Return the error class of that name in this tree; a name that is not in it stands for a `PlanError`.
+
+    Errors come back from the planning process as a name and a message.
+    """
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, LowtideError) else PlanError

@@ -1,11 +1,8 @@
-"""The words of a recording: an event, whose bytes it moves, and the moment of the step.
+"""Records a step as a list of events, and reads figures out of that list.
 
-A recording is a list of events in order. Peaks, owners and timelines are read out of that list (`reading`); nothing
-else is kept, so whatever writes events, a simulated step or a real one, is shown in the same way.
-
-The tensors of an operation. Its arguments are a flat tuple, with a list of tensors here and there.
-
-Reads figures out of a recording: peaks, who holds them, and how memory went over time.
+An event says how many bytes come or go, whose they are, and at which moment of the step. Peaks, owners and timelines
+are all read out of the list; nothing else is kept, so a simulated step (`lowtide.simulation`) and a real one
+(`lowtide.tracing`) are shown in the same way.
 """
 
 from __future__ import annotations
@@ -19,25 +16,28 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+SAMPLES = 400
+"""About how many points a timeline has."""
+
 
 class Owner(NamedTuple):
-    """Who a storage belongs to."""
+    """Whose bytes a storage's are."""
 
     kind: str
     """`weights`, `gradients`, `optimizer`, `activations`, `logits`, `workspace`, `batch`, `communication`."""
     region: str
-    """The region whose forward (or backward) made it; empty outside of all regions."""
+    """The region whose forward (or backward) made it; empty outside all regions."""
 
 
 class Moment(NamedTuple):
-    """When something happened: the phase of the step, and the region that ran."""
+    """A moment of the step: the phase, and the region that ran (empty outside all regions)."""
 
     phase: str
     region: str
 
 
 class Event(NamedTuple):
-    """Bytes come (a positive change) or go; with no change, a storage gets another owner."""
+    """Bytes that come (a positive change) or go; with a change of 0, a storage gets a different owner."""
 
     change: int
     storage: int
@@ -47,31 +47,12 @@ class Event(NamedTuple):
     seconds: float
 
 
-def tensors_in(things: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors among `things`, and in lists and tuples among them. For every operation, so it is no pytree."""
-    found: list[torch.Tensor] = []
-    for thing in things:
-        if isinstance(thing, torch.Tensor):
-            found.append(thing)
-        elif isinstance(thing, list | tuple):
-            found += tensors_in(thing)
-    return found
-
-
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return tensors_in(args) + tensors_in(kwargs.values()) if kwargs else tensors_in(args)
-
-
-SAMPLES = 400
-"""Points of a timeline, about."""
-
-
 class Recorded(Protocol):
-    """A step in events: simulated, or traced as it ran."""
+    """A step in events, whether it was simulated or traced as it ran."""
 
     events: list[Event]
     start: int
-    """The first event of the step itself; what is before it was there already."""
+    """The index of the step's first event; earlier events tell what was there already."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +66,7 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A point of the timeline: bytes by kind of owner."""
+    """A point of a timeline: bytes by kind of owner."""
 
     seconds: float
     moment: Moment
@@ -93,36 +74,38 @@ class Sample:
 
 
 class Tally:
-    """Live bytes of one place by storage and by owner, replayed event by event."""
+    """The live bytes of one place (`device` or `host`) by storage and by owner, replayed event by event."""
 
     def __init__(self, place: str) -> None:
         self._place = place
         self._storages: dict[int, tuple[int, Owner]] = {}
-        self.births: dict[int, Moment] = {}
+        self._births: dict[int, Moment] = {}
         self.total = 0
         self.by_owner: collections.Counter[Owner] = collections.Counter()
 
     def take(self, event: Event) -> None:
+        """Replay one event."""
         if event.place != self._place:
             return
         size, owner = self._storages.get(event.storage, (0, event.owner))
-        self.births.setdefault(event.storage, event.moment)
+        self._births.setdefault(event.storage, event.moment)
         self.by_owner[owner] -= size
         self.total += event.change
         size += event.change
         self.by_owner[event.owner] += size
         self._storages[event.storage] = (size, event.owner)
         if size == 0:
-            del self._storages[event.storage], self.births[event.storage]
+            del self._storages[event.storage], self._births[event.storage]
 
     def owners(self, now: Moment) -> dict[Owner, int]:
-        """What is alive, where activations of earlier moments are told apart from those in work."""
+        """Return the live bytes by owner; activations are `working` if they were made at this moment, else `saved`."""
         found: collections.Counter[Owner] = collections.Counter()
         for number, (size, owner) in self._storages.items():
-            found[_refined(owner, self.births[number], now)] += size
+            found[_refined(owner, self._births[number], now)] += size
         return dict(found.most_common())
 
     def kinds(self) -> dict[str, int]:
+        """Return the live bytes by kind of owner."""
         found: collections.Counter[str] = collections.Counter()
         for owner, size in self.by_owner.items():
             found[owner.kind] += size
@@ -135,13 +118,12 @@ def _refined(owner: Owner, born: Moment, now: Moment) -> Owner:
     return Owner("working" if born == now else "saved", owner.region)
 
 
-def read_peak(recording: Recorded, place: str = "device") -> Peak:
-    """The peak of the step itself."""
-    return _highest(recording, place)
+def read_peak(recording: Recorded, place: str = "device", at: Moment | None = None) -> Peak:
+    """Return the highest point of the step, or of one moment of it.
 
-
-def _highest(recording: Recorded, place: str, at: Moment | None = None) -> Peak:
-    """The highest point of the step, or of one moment of it. Owners are looked at once it is known."""
+    The list is replayed a second time for the owners: they cost much more to read than a total, so they are read once,
+    when the place of the peak is known.
+    """
     tally, best, where = Tally(place), -1, -1
     for position, event in enumerate(recording.events):
         tally.take(event)
@@ -157,7 +139,7 @@ def _highest(recording: Recorded, place: str, at: Moment | None = None) -> Peak:
 
 
 def peaks_by_moment(recording: Recorded, place: str = "device") -> dict[Moment, int]:
-    """The most bytes at each moment of the step."""
+    """Return the most bytes at each moment of the step."""
     peaks: dict[Moment, int] = {}
     total = 0
     for position, event in enumerate(recording.events):
@@ -169,9 +151,9 @@ def peaks_by_moment(recording: Recorded, place: str = "device") -> dict[Moment, 
 
 
 def owners_at(recording: Recorded, moment: Moment) -> dict[str, int]:
-    """Bytes by kind of owner at the highest point of a moment."""
+    """Return the device's bytes by kind of owner, at the highest point of a moment."""
     kinds: collections.Counter[str] = collections.Counter()
-    for owner, size in _highest(recording, "device", moment).owners.items():
+    for owner, size in read_peak(recording, at=moment).owners.items():
         kinds[owner.kind] += size
     return dict(kinds)
 
@@ -179,9 +161,9 @@ def owners_at(recording: Recorded, moment: Moment) -> dict[str, int]:
 def read_timeline(
     recording: Recorded, samples: int = SAMPLES, read: Callable[[Tally], dict[str, int]] = Tally.kinds
 ) -> list[Sample]:
-    """Device memory over the step, by kind unless `read` says otherwise: of each stretch of events, the highest point.
+    """Return the device's memory over the step, by kind of owner unless `read` says otherwise.
 
-    The last stretch may be shorter.
+    The events are divided into stretches of equal length (the last may be shorter), and each gives its highest point.
     """
     count = len(recording.events) - recording.start
     stretch = max(1, count // samples)
@@ -201,3 +183,23 @@ def read_timeline(
     if most >= 0 and best is not None:
         found.append(best)
     return found
+
+
+def tensors_in(things: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among `things`, and in lists and tuples among them.
+
+    It is called for every operation, whose arguments are flat but for a list of tensors here and there: a pytree would
+    cost much more.
+    """
+    found: list[torch.Tensor] = []
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        elif isinstance(thing, list | tuple):
+            found += tensors_in(thing)
+    return found
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operation's arguments."""
+    return tensors_in(args) + tensors_in(kwargs.values()) if kwargs else tensors_in(args)

@@ -28,6 +28,18 @@ class Own(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Stack(nn.Sequential):
+    """A model that is a stack itself: its regions are `0`, `1` and `2`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
 def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     ids = torch.arange(tokens, device="cpu").remainder(CLASSES)[None]
     return {"ids": ids, "labels": ids.clone()}

@@ -59,20 +59,20 @@ QUICK = [("llama", 4096, "L40S"), ("qwen3", 16384, "H100")]
 class InThisProcess:
     """A simulator for a planner that asks from several threads."""
 
-    trouble = None
+    warning = None
 
     def __init__(self, simulator: Simulator) -> None:
-        self._studio = simulator
+        self._simulator = simulator
         self._lock = threading.Lock()
         self.summary = simulator.summary
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
         with self._lock:
-            return self._studio.estimate(policy, exact=exact)
+            return self._simulator.estimate(policy, exact=exact)
 
     def costs(self, tile: str) -> StepCosts:
         with self._lock:
-            return self._studio.costs(tile)
+            return self._simulator.costs(tile)
 
     def stop(self) -> None:
         raise AssertionError("nothing should go wrong here")
@@ -88,9 +88,9 @@ def test_no_uniform_policy_is_faster_than_the_plan(name: str, tokens: int, devic
     card = find_accelerator(device)
     simulator = InThisProcess(Simulator(find_target(config), job, card))
     least, most = (simulator.estimate(policy, exact=False) for policy in ("recompute+offload+tile", "none"))
-    margin = margins_for(job, card).total
+    margin = margins_for(card, job.ranks).total
     budget = margin + (least.needed_bytes + most.needed_bytes) // 2
-    plan = _Planner(simulator, job, card, *card.budgets(budget, None), exact=False, progress=None).all()
+    plan = _Planner(simulator, job, card, *card.budgets(budget, None), exact=False, progress=None).plan_all()
     assert plan.best is not None
     assert plan.best.estimate.exact
     assert plan.best.device_bytes <= budget

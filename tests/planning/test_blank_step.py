@@ -145,7 +145,7 @@ def test_attention_takes_the_kernel_of_a_gpu(dtype: torch.dtype, mask: bool, wid
 
 
 def test_an_unknown_kernel_is_refused():
-    with pytest.raises(InvalidValueError, match="'flesh' is no attention kernel"):
+    with pytest.raises(InvalidValueError, match="unknown attention kernel 'flesh'"):
         Attention("flesh")
 
 

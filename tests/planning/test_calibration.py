@@ -38,7 +38,7 @@ def test_measures_shares_of_the_peak(sim: str, tmp_path: Path):
 def test_a_broken_file_is_refused(tmp_path: Path):
     path = tmp_path / "c.json"
     path.write_text("{}")
-    with pytest.raises(InvalidValueError, match="is no calibration"):
+    with pytest.raises(InvalidValueError, match="is not a calibration file"):
         find_accelerator("H100", path)
 
 

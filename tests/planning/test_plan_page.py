@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from auditing.browser import needs_browser, show
-from lowtide.hardware.accelerators import margins_for
-from lowtide.planning import Plan, find_accelerator
+from lowtide.hardware.accelerators import find_accelerator, margins_for
+from lowtide.planning import Plan
 from lowtide.planning.page import code_for
-from lowtide.planning.result import judged
+from lowtide.planning.result import judge
 from lowtide.simulation.estimate import Estimate
 from lowtide.simulation.simulator import ModelSummary
 from lowtide.targets.job import Job
@@ -48,9 +48,9 @@ def _estimate(policy: str, peak: int, seconds: float, *, timeline: bool = False)
 
 def make_plan(budget: int) -> Plan:
     job, card = Job(tokens=4096), find_accelerator("L40S")
-    margins = margins_for(job, card)
+    margins = margins_for(card, job.ranks)
     estimates = [_estimate("none", 30 * GIB, 1.0), _estimate("recompute; *.0: none", 8 * GIB, 1.3, timeline=True)]
-    candidates = [judged(estimate, budget, 80 * GIB, margins) for estimate in estimates]
+    candidates = [judge(estimate, budget, 80 * GIB, margins) for estimate in estimates]
     summary = ModelSummary(
         name="tiny",
         model_class="Tiny",

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowtide.errors import InvalidValueError
-from lowtide.hardware.accelerators import find_accelerator, load_table, matched
-from lowtide.planning.planner import parse_images
+from lowtide import errors
+from lowtide.errors import InvalidValueError, LowtideError, PlanError
+from lowtide.hardware.accelerators import find_accelerator, load_table, match_accelerator
 from lowtide.planning.solver import solve
 from lowtide.policy.rules import as_policy, range_globs
 from lowtide.simulation.allocator import CachingAllocator, OutOfCapacityError
-from lowtide.simulation.extrapolation import _pattern, find_stack, shorten
+from lowtide.simulation.extrapolation import _find_pattern, find_stack, truncate
 from lowtide.simulation.region_costs import REGION_POLICIES, RegionCosts, RegionPolicyCost, StepCosts
-from lowtide.targets.job import Job
+from lowtide.targets.job import Job, parse_images
 
 MIB, GIB = 2**20, 2**30
 PLENTY = 2**60
@@ -71,7 +71,7 @@ def test_the_allocator_never_hands_out_the_same_bytes_twice(requests: list[tuple
     [("aaaaaaaa", (0, 1)), ("abababab", (0, 2)), ("daaaaaaa", (1, 1)), ("sssssfsssssfss", (0, 6)), ("abcd", (0, 4))],
 )
 def test_patterns_of_layers(forms: str, pattern: tuple[int, int]):
-    first, period = _pattern(list(forms))
+    first, period = _find_pattern(list(forms))
     assert first + period <= sum(pattern)
     assert all(forms[place] == forms[place - period] for place in range(first + period, len(forms)))
 
@@ -81,10 +81,10 @@ def test_a_stack_is_cut_with_its_pattern():
     model = nn.ModuleDict({"layers": layers})
     stack = find_stack(model)
     assert stack is not None
-    assert (stack.period, stack.short % 3, stack.longer % 3) == (3, 14 % 3, 14 % 3), "they end as the whole does"
-    shorten(model, stack, stack.longer)
-    assert len(layers) == stack.longer
-    assert all((stack.stand_in(place) - place) % 3 == 0 for place in range(1, 13))
+    assert (stack.period, stack.short % 3, stack.long % 3) == (3, 14 % 3, 14 % 3), "they end as the whole does"
+    truncate(model, stack, stack.long)
+    assert len(layers) == stack.long
+    assert all((stack.representative(place) - place) % 3 == 0 for place in range(1, 13))
 
 
 @given(st.integers(0, 120), st.integers(0, 120))
@@ -127,7 +127,7 @@ def _costs(count: int, base: int) -> StepCosts:
         ),
     }
     regions = [
-        RegionCosts(name=f"layers.{place}", forward_base=base, backward_base=base, treatments=each)
+        RegionCosts(name=f"layers.{place}", forward_base=base, backward_base=base, by_policy=each)
         for place in range(count)
     ]
     return StepCosts(regions=regions, between_base=base + 4, after_bytes=base, other_seconds=1)
@@ -138,7 +138,7 @@ def _brute_force(costs: StepCosts, budget: int) -> float | None:
     for kinds in itertools.product(REGION_POLICIES, repeat=len(costs.regions)):
         waiting, fits, seconds = 0, True, costs.other_seconds
         for region, kind in zip(costs.regions, kinds, strict=True):
-            cost = region.treatments[kind]
+            cost = region.by_policy[kind]
             highest = max(region.forward_base + cost.forward_bytes, region.backward_base + cost.backward_bytes)
             fits &= waiting + highest <= budget
             waiting += cost.waiting
@@ -161,10 +161,13 @@ def test_the_solver_finds_what_trying_everything_finds(budget: int):
 
 def test_the_solver_minds_the_host_and_the_link():
     costs = _costs(6, base=0)
-    assert "offload" in solve(costs, 24, PLENTY, link_rate=1e9).treatments.values()
+    assert "offload" in solve(costs, 24, PLENTY, link_rate=1e9).region_policies.values()
     within = solve(costs, 24, 2, link_rate=1e9)
-    assert "offload" not in within.treatments.values()
-    assert solve(costs, 24, PLENTY, link_rate=0.1).treatments != solve(costs, 24, PLENTY, link_rate=1e9).treatments
+    assert "offload" not in within.region_policies.values()
+    assert (
+        solve(costs, 24, PLENTY, link_rate=0.1).region_policies
+        != solve(costs, 24, PLENTY, link_rate=1e9).region_policies
+    )
     assert solve(costs, 3, PLENTY, link_rate=1e9) is None
 
 
@@ -183,10 +186,10 @@ def test_accelerators_are_found_in_any_spelling():
     assert find_accelerator("rtx4090").name == "RTX 4090"
     with pytest.raises(InvalidValueError, match="did you mean 'L40S'"):
         find_accelerator("L40")
-    assert matched("NVIDIA A100-SXM4-80GB", 79 * GIB).name == "A100-80GB"
-    assert matched("NVIDIA GeForce RTX 4090", 23 * GIB).memory == 23 * GIB
+    assert match_accelerator("NVIDIA A100-SXM4-80GB", 79 * GIB).name == "A100-80GB"
+    assert match_accelerator("NVIDIA GeForce RTX 4090", 23 * GIB).memory == 23 * GIB
     with pytest.raises(InvalidValueError, match="not in Lowtide's table"):
-        matched("Quadro P400", GIB)
+        match_accelerator("Quadro P400", GIB)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,7 @@ def test_accelerators_are_found_in_any_spelling():
     ],
 )
 def test_a_driver_s_name_is_matched_by_its_words(name: str, row: str):
-    assert matched(name, 20 * GIB).name == row
+    assert match_accelerator(name, 20 * GIB).name == row
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,7 @@ def test_a_driver_s_name_is_matched_by_its_words(name: str, row: str):
 )
 def test_a_card_that_is_not_in_the_table_is_no_other(name: str, remedy: str):
     with pytest.raises(InvalidValueError, match="not in Lowtide's table") as error:
-        matched(name, 20 * GIB)
+        match_accelerator(name, 20 * GIB)
     assert remedy in str(error.value)
 
 
@@ -229,7 +232,7 @@ def test_a_card_that_is_not_in_the_table_is_no_other(name: str, remedy: str):
     ("settings", "message"),
     [
         ({"tokens": 0}, "tokens must be 1 or more"),
-        ({"tokens": 8, "engine": "zero4"}, "is no engine"),
+        ({"tokens": 8, "engine": "zero4"}, "unknown engine 'zero4'"),
         ({"tokens": 8, "ranks": 4}, "4 ranks need an engine"),
         ({"tokens": 8, "engine": "ddp"}, "needs ranks=2 or more"),
         ({"tokens": 8, "base": "4bit"}, "cannot be trained itself"),
@@ -245,3 +248,17 @@ def test_pictures_are_written_as_count_and_size():
     assert parse_images("4x1024x768") == (4, 1024, 768)
     with pytest.raises(InvalidValueError, match="COUNTxHEIGHTxWIDTH"):
         parse_images("four")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("InvalidValueError", InvalidValueError),
+        ("LowtideError", LowtideError),
+        ("NoSuchError", PlanError),
+        ("by_name", PlanError),
+        ("__builtins__", PlanError),
+    ],
+)
+def test_an_error_of_another_process_is_one_of_the_tree(name: str, error: type[LowtideError]):
+    assert errors.by_name(name) is error

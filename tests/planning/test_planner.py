@@ -19,8 +19,8 @@ from planned_models import CONFIG
 
 import lowtide
 from lowtide.errors import DoesNotFitError, InvalidValueError, PlanError, SilentNoOpError
-from lowtide.hardware.accelerators import margins_for
-from lowtide.planning import find_accelerator, planner
+from lowtide.hardware import accelerators
+from lowtide.hardware.accelerators import find_accelerator, margins_for
 from lowtide.planning.max_fit import find_max
 from lowtide.simulation.region_costs import REGION_POLICIES
 from lowtide.targets.job import Job
@@ -28,7 +28,7 @@ from support import needs_transformers_5
 
 pytestmark = [needs_transformers_5, pytest.mark.usefixtures("cache")]
 
-MARGINS = margins_for(Job(), find_accelerator("L40S")).total
+MARGINS = margins_for(find_accelerator("L40S"), ranks=1).total
 UNIFORM = 3 * len(REGION_POLICIES)
 """Without tiles, with a tiled loss, and with tiled MLPs, too."""
 
@@ -160,11 +160,11 @@ class TestAPolicyThatDoesNothingToAModel:
             hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
         )
         card = dataclasses.replace(find_accelerator("L40S"), memory=MARGINS + 2**23)
-        found = find_max(config, Job(tokens=8, batch_size=1), card, figure="batch_size")
+        found = find_max(config, Job(tokens=8, batch_size=1), card, dimension="batch_size")
         assert {"none", "recompute"} <= {row.policy for row in found}
         assert not any("offload" in row.policy for row in found)
         with pytest.raises(SilentNoOpError):
-            find_max(config, Job(tokens=8), card, figure="batch_size", policies=["recompute+offload"])
+            find_max(config, Job(tokens=8), card, dimension="batch_size", policies=["recompute+offload"])
 
 
 class TestACacheThatCannotBeUsed:
@@ -190,9 +190,9 @@ def test_a_calibration_is_honoured_however_the_device_is_given(tmp_path: Path, m
     path = tmp_path / "calibration.json"
     measured = dataclasses.asdict(dataclasses.replace(card.efficiencies, matmul=0.1))
     path.write_text(json.dumps({"accelerator": "L40S", "efficiencies": measured}))
-    monkeypatch.setattr(planner, "this_accelerator", lambda: card)
+    monkeypatch.setattr(accelerators, "this_accelerator", lambda: card)
     for device, given in itertools.product(("L40S", card, None), (path, str(path))):
-        assert planner.wanted_accelerator(device, given).efficiencies.matmul == 0.1
+        assert accelerators.resolve_accelerator(device, given).efficiencies.matmul == 0.1
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not():
@@ -200,7 +200,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     card = dataclasses.replace(find_accelerator("L40S"), memory=4 * 2**30)
     (found,) = find_max(CONFIG, job, card, policies=["recompute+tile(loss)"])
     assert found.most % 1024 == 0
-    assert found.device_bytes == found.estimate.needed_bytes + margins_for(job, card).total <= card.memory
+    assert found.device_bytes == found.estimate.needed_bytes + margins_for(card, job.ranks).total <= card.memory
     fits, longer = (
         lowtide.plan(CONFIG, tokens=tokens, device=card, policy="recompute+tile(loss)")
         for tokens in (found.most, int(found.most * 1.15) + 1024)
@@ -208,7 +208,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     assert fits.fits
     assert not longer.fits
     (batch,) = find_max(
-        CONFIG, dataclasses.replace(job, tokens=4096), card, figure="batch_size", policies=["recompute+tile(loss)"]
+        CONFIG, dataclasses.replace(job, tokens=4096), card, dimension="batch_size", policies=["recompute+tile(loss)"]
     )
     assert 1 <= batch.most <= found.most // 4096 + 1
 

@@ -18,7 +18,7 @@ from planned_models import CONFIG
 import lowtide
 from lowtide import LowtideError
 from lowtide.errors import InvalidValueError, MissingDependencyError, PlanError
-from lowtide.planning import find_accelerator
+from lowtide.hardware import find_accelerator
 from lowtide.planning.max_fit import find_max
 from lowtide.policy.rules import joined
 from lowtide.simulation.region_costs import REGION_POLICIES
@@ -54,7 +54,7 @@ def test_a_name_of_the_hub_is_its_configuration(tmp_path: Path):
     reference.write_text("1")
     program = """
         from lowtide.errors import PlanError
-        from lowtide.planning.targets import find_target
+        from lowtide.targets.target import find_target
         target = find_target("org/tiny")
         print(target.kind, target.name, b'"num_hidden_layers": 8' in target.content)
         try:
@@ -125,12 +125,18 @@ class TestAModuleOfOnesOwn:
         applied = lowtide.apply(model, budget="2GiB", batch=batch, device="L40S")
         assert applied.policy.is_none, "all of it fits"
 
+    def test_regions_of_a_model_that_is_a_stack_itself_have_their_costs(self):
+        target = find_target(own_model.Stack(), (torch.randn(1, own_model.TOKENS, own_model.WIDTH),))
+        costs = Simulator(target, Job(), find_accelerator("L40S")).costs("")
+        assert [region.name for region in costs.regions] == ["0", "1", "2"]
+        assert all(region.by_policy["none"].waiting > region.by_policy["recompute"].waiting for region in costs.regions)
+
     def test_only_what_can_be_tiled_is_looked_at(self):
         model, batch = own_model.tiny()
         plan = lowtide.plan(model, batch=batch, device="L40S")
         assert {candidate.policy for candidate in plan.candidates} == {
             *REGION_POLICIES,
-            *(joined(treatment, "tile(mlp)") for treatment in REGION_POLICIES),
+            *(joined(policy, "tile(mlp)") for policy in REGION_POLICIES),
         }
         assert any("not all of Own can be tiled" in note for note in plan.notes)
 
@@ -178,7 +184,7 @@ def test_a_model_without_mlps_of_their_own_is_planned_with_a_tiled_loss():
     assert len(plan.candidates) == 2 * len(REGION_POLICIES)
     assert not any("mlp" in candidate.policy for candidate in plan.candidates)
     card = dataclasses.replace(find_accelerator("L40S"), memory=2**30)
-    found = find_max(config, Job(tokens=512), card, figure="batch_size")
+    found = find_max(config, Job(tokens=512), card, dimension="batch_size")
     assert [row.policy for row in found] == [
         "none", "recompute", "recompute+tile(loss)", "recompute+offload+tile(loss)"
     ]  # fmt: skip
@@ -246,7 +252,7 @@ class TestLayersThatGetAdapters:
 
     def test_without_adapters_their_settings_are_refused(self):
         for setting in ({"lora_dtype": "bf16"}, {"lora_targets": "q_proj"}):
-            with pytest.raises(InvalidValueError, match="are of adapters: give lora=16"):
+            with pytest.raises(InvalidValueError, match="are for adapters: give lora=16"):
                 lowtide.plan(CONFIG, tokens=512, device="L40S", policy="none", **setting)
 
 

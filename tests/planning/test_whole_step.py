@@ -58,18 +58,18 @@ def _target(config: dict[str, object]):
     return find_target(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
 
 
-def _studio(config: dict[str, object], **job: object) -> Simulator:
+def _simulator(config: dict[str, object], **job: object) -> Simulator:
     return Simulator(_target(config), Job(tokens=8192, **job), L40S)
 
 
 def _estimate(policy: str = "recompute", **job: object) -> Estimate:
-    return _studio(LLAMA, **job).estimate(policy, exact=True)
+    return _simulator(LLAMA, **job).estimate(policy, exact=True)
 
 
 @pytest.mark.parametrize("config", [LLAMA, PATTERNED], ids=["llama", "gemma3"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_carried_on_is_the_same_as_simulated_whole(config: dict[str, object], policy: str):
-    simulator = _studio(config)
+    simulator = _simulator(config)
     carried, exact = (simulator.estimate(policy, exact=whole) for whole in (False, True))
     assert (carried.exact, exact.exact) == (False, True)
     assert carried.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.005)
@@ -152,9 +152,9 @@ def test_gradients_and_new_weights_that_ranks_exchange_take_time(engine: str):
 def test_adapters_alone_are_exchanged():
     job = Job(tokens=512, lora=8, engine="ddp", ranks=2)
     slow = dataclasses.replace(L40S, network=1e6)
-    studios = [Simulator(_target(LLAMA), job, card) for card in (slow, L40S)]
-    waits, hides = (simulator.estimate("recompute", exact=True) for simulator in studios)
-    alone = studios[0].summary.trained * 4 / slow.network  # float32, two rounds of one half
+    simulators = [Simulator(_target(LLAMA), job, card) for card in (slow, L40S)]
+    waits, hides = (simulator.estimate("recompute", exact=True) for simulator in simulators)
+    alone = simulators[0].summary.trained * 4 / slow.network  # float32, two rounds of one half
     assert alone <= waits.seconds <= alone + hides.seconds
 
 

@@ -320,7 +320,7 @@ def test_what_cannot_be_honoured_is_refused():
     used = lowtide.trace(stack())
     with used:
         pass
-    with pytest.raises(InvalidValueError, match="has been used"), used:
+    with pytest.raises(InvalidValueError, match="has already been used"), used:
         pass
 
 
@@ -366,5 +366,5 @@ def test_torchscript_is_a_part_of_what_is_around_it():
     with lowtide.trace(model) as seen:
         step(model, batch())
     assert [seen.saved["0"], seen.saved["1"]] == [2 * boundary()] * 2
-    with pytest.raises(InvalidValueError, match=r"0\.1, 1\.1: TorchScript takes no hooks"):
+    with pytest.raises(InvalidValueError, match=r"0\.1, 1\.1: TorchScript modules take no hooks"):
         lowtide.trace(model, regions=["*.1"])

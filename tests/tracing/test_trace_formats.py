@@ -17,7 +17,7 @@ from traced import LAYERS, batch, boundary, stack, step
 import lowtide
 from auditing.browser import needs_browser, show
 from lowtide import simdevice
-from lowtide.tracing.page import _words
+from lowtide.tracing.page import _phase_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +143,7 @@ def test_the_snapshot_is_the_trace(seen: lowtide.Trace, snapshot: dict):
 
 def test_a_frame_names_the_region(snapshot: dict):
     frames = [frame for entry in snapshot["device_traces"][0] for frame in entry["frames"]]
-    assert {"0", "1", "2", "3", "outside of the regions"} == {frame["filename"] for frame in frames}
+    assert {"0", "1", "2", "3", "outside the regions"} == {frame["filename"] for frame in frames}
     assert "saved, made in forward" in {frame["name"] for frame in frames}
 
 
@@ -159,9 +159,9 @@ def page(seen: lowtide.Trace) -> str:
 
 def test_names_of_phases_do_not_run_into_each_other():
     borders = [(0.0, "forward"), (930.0, "backward"), (960.0, "optimizer"), (970.0, "forward"), (1000.0, "backward")]
-    assert [(word["x"], word["xanchor"]) for word in _words(borders, 1000.0)] == [(0.0, "left"), (930.0, "right")]
+    assert [(word["x"], word["xanchor"]) for word in _phase_names(borders, 1000.0)] == [(0.0, "left"), (930.0, "right")]
     apart = [(0.0, "forward"), (300.0, "backward"), (850.0, "optimizer"), (1000.0, "forward")]
-    assert [word["text"] for word in _words(apart, 1000.0)] == ["forward", "backward", "optimizer"]
+    assert [word["text"] for word in _phase_names(apart, 1000.0)] == ["forward", "backward", "optimizer"]
 
 
 def test_an_empty_trace_has_a_page_too():

@@ -286,15 +286,16 @@ def _longest(
     output: Format,
     to: Path | None,
 ) -> int:
+    from lowtide.hardware.accelerators import resolve_accelerator
     from lowtide.planning.max_fit import find_max
-    from lowtide.planning.planner import make_job, wanted_accelerator
+    from lowtide.targets.job import make_job
 
     found: list[MaxFit] = _with_progress(
         lambda show: find_max(
             model,
             make_job(tokens=tokens, **settings),
-            wanted_accelerator(limits["device"], limits["calibration"]),
-            figure=figure,
+            resolve_accelerator(limits["device"], limits["calibration"]),
+            dimension=figure,
             budget=limits["budget"],
             host_budget=limits["host_budget"],
             policies=None if policy is None else [policy],

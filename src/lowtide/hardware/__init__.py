@@ -1,1 +1,7 @@
-"""Knows the accelerators: their data sheets, which one is here, and what share of its figures is reached."""
+"""Knows accelerators: their data sheets, which one this machine has, and what share of its figures is reached."""
+
+from __future__ import annotations
+
+from lowtide.hardware.accelerators import Accelerator, find_accelerator
+
+__all__ = ["Accelerator", "find_accelerator"]

@@ -1,12 +1,11 @@
-"""Accelerators: what their makers say they do.
+"""Accelerators in figures: a built-in table of data sheets, the device of this machine, and what a plan adds to them.
 
 FLOP/s are dense (without sparsity) with float32 accumulation, at 16 bits; bandwidths are peak figures in bytes per
-second, the link's in one direction. Each row names its source. What kernels reach of it are `Efficiencies`: typical
-values until `lowtide calibrate` has measured them on your machine.
+second, and the link's is for one direction. Each row of the table names its source. Kernels reach only a share of these
+peaks, their `Efficiencies`: typical values until `lowtide calibrate` has measured them on your machine. `Rates` are the
+two together, as a simulated clock needs them.
 
-The accelerator of this machine, for plans that name none.
-
-What a device holds besides the caching allocator's memory: stated, not hidden in a factor.
+A device also holds memory besides the caching allocator's. That is stated as `Margins`, not hidden in a factor.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,16 +21,13 @@ from lowtide.errors import InvalidValueError
 from lowtide.spelling import normalize, unknown
 from lowtide.units import parse_bytes
 
-if TYPE_CHECKING:
-    from lowtide.simulation.costs import Cost
-    from lowtide.targets.job import Job
-
 TERA, GIGA = 1e12, 1e9
+MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """Shares of the peak that are reached."""
+    """The shares of an accelerator's peak figures that kernels and copies reach."""
 
     matmul: float = 0.70
     attention: float = 0.55
@@ -41,28 +37,48 @@ class Efficiencies:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """An accelerator's peak figures per second, with the shares of them that kernels reach."""
+
+    flops: float
+    """FLOP/s at 16 bits."""
+    single_flops: float
+    """FLOP/s in float32."""
+    bandwidth: float
+    """Bytes per second between the device's memory and its cores."""
+    matmul: float = 0.7
+    attention: float = 0.55
+    attention_backward: float = 0.45
+    memory: float = 0.85
+    """The shares of the peaks that kernels reach, by kind of kernel."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One device."""
+    """One device, as its maker describes it."""
 
     name: str
     memory: int
     """Bytes that a program can use, as the driver reports them."""
     half_flops: float
+    """FLOP/s at 16 bits."""
     single_flops: float
-    """In float32: on tensor cores where training frameworks use them by default, else on plain cores."""
+    """FLOP/s in float32: on tensor cores where training frameworks use them by default, else on plain cores."""
     bandwidth: float
+    """Bytes per second between the device's memory and its cores."""
     link: float
-    """To the host, one direction."""
+    """Bytes per second to the host, in one direction."""
     network: float
-    """To a peer in the same machine, one direction."""
+    """Bytes per second to a peer in the same machine, in one direction."""
     has_flash: bool = True
-    context: int = 500 * 2**20
+    context: int = 500 * MIB
     """Bytes that the driver's context takes in each process, besides the caching allocator's."""
     source: str = ""
     efficiencies: Efficiencies = Efficiencies()
 
     @property
     def rates(self) -> Rates:
+        """Return what the device's kernels do per second."""
         reached = self.efficiencies
         return Rates(
             flops=self.half_flops,
@@ -74,24 +90,39 @@ class Accelerator:
             memory=reached.memory,
         )
 
-    def budgets(self, device: int | str | None, host: int | str | None) -> tuple[int, int]:
-        """Bytes to use, of the device and of the host. Unless a plan is told: all of the one, twice as much of the
-        other for each rank, which most machines have."""
-        budget = self.memory if device is None else parse_bytes(device)
-        if budget < 1:
-            raise InvalidValueError("a budget of 0 fits nothing: leave it out for all of the device's memory")
-        return budget, 2 * self.memory if host is None else parse_bytes(host)
-
     @property
     def link_rate(self) -> float:
+        """Return the bytes per second that copies to or from the host reach."""
         return self.link * self.efficiencies.link
+
+    def budgets(self, device: int | str | None, host: int | str | None) -> tuple[int, int]:
+        """Return the bytes that a plan may use on the device and on the host, for each rank.
+
+        Unless told otherwise, that is all of the device's memory, and twice as much host memory, which most machines
+        have.
+        """
+        budget = self.memory if device is None else parse_bytes(device)
+        if budget < 1:
+            raise InvalidValueError("a budget of 0 fits nothing: leave it out to use all of the device's memory")
+        return budget, 2 * self.memory if host is None else parse_bytes(host)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
+# --- The table ------------------------------------------------------------------------------------------------------
+
+
+def resolve_accelerator(device: str | Accelerator | None, calibration: Path | str | None = None) -> Accelerator:
+    """Return the accelerator that is named or given, or else this machine's; with a calibration file, as measured."""
+    if isinstance(device, str):
+        return find_accelerator(device, calibration)
+    found = this_accelerator() if device is None else device
+    return found if calibration is None else calibrated(found, calibration)
+
+
 def find_accelerator(name: str, calibration: Path | str | None = None) -> Accelerator:
-    """An accelerator by its name, in any spelling; with a calibration file, as measured."""
+    """Look up an accelerator in the built-in table by name, in any spelling; with a calibration file, as measured."""
     rows = {normalize(row.name): row for row in load_table()}
     if normalize(name) not in rows:
         raise InvalidValueError(unknown(name, [row.name for row in rows.values()], "accelerator that Lowtide knows"))
@@ -100,13 +131,14 @@ def find_accelerator(name: str, calibration: Path | str | None = None) -> Accele
 
 
 def calibrated(accelerator: Accelerator, path: Path | str) -> Accelerator:
-    """The accelerator with the efficiencies that `lowtide calibrate` wrote down, on one of the same name."""
+    """Return the accelerator with the efficiencies that `lowtide calibrate` measured on a device of the same name."""
     try:
         data = json.loads(Path(path).read_text())
         measured, efficiencies = data["accelerator"], Efficiencies(**data["efficiencies"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidValueError(
-            f"{path} is no calibration ({type(error).__name__}: {error}): write one with `lowtide calibrate -o {path}`"
+            f"{path} is not a calibration file ({type(error).__name__}: {error}): write one with "
+            f"`lowtide calibrate -o {path}`"
         ) from error
     if measured != accelerator.name:
         raise InvalidValueError(
@@ -117,7 +149,7 @@ def calibrated(accelerator: Accelerator, path: Path | str) -> Accelerator:
 
 
 def load_table() -> list[Accelerator]:
-    """The built-in accelerators."""
+    """Read the built-in accelerators."""
     rows = json.loads((Path(__file__).parent / "accelerators.json").read_text())
     return [_from_row(row) for row in rows]
 
@@ -136,39 +168,40 @@ def _from_row(row: dict[str, Any]) -> Accelerator:
     )
 
 
-_OTHERS = frozenset({"laptop", "mobile", "max", "ti", "super", "d", "mig"})
-"""Words after which a name means another card than without."""
+# --- This machine's device ------------------------------------------------------------------------------------------
+
+_VARIANT_WORDS = frozenset({"laptop", "mobile", "max", "ti", "super", "d", "mig"})
+"""Words that make a card's name mean a different card."""
 
 _SIMILAR = {"gh200": "H200", "gb200": "B200", "l40": "L40S"}
-"""Near in compute. Grace's link to its host is much faster, so offload costs less there than planned."""
+"""Cards that are near in compute. Grace's link to its host is much faster, so offload costs less there than planned."""
 
 
 def this_accelerator() -> Accelerator:
-    """What is here, with the memory that it has."""
+    """Return the row of the table for this machine's GPU, with the memory that the driver reports."""
     if not torch.cuda.is_available():
         known = ", ".join(row.name for row in load_table())
         raise InvalidValueError(f"there is no GPU here to plan for: name one with device= (known: {known})")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return matched(properties.name, properties.total_memory)
+    return match_accelerator(properties.name, properties.total_memory)
 
 
-def matched(name: str, memory: int) -> Accelerator:
-    """The row of the table whose words a driver's name has; of several sizes, the nearest.
+def match_accelerator(name: str, memory: int) -> Accelerator:
+    """Return the row of the table whose words are all in a driver's name; among rows of several sizes, the nearest.
 
-    `L40` is no `L4`, and a laptop's or a part of a card is another one under the same name: what is not known as
-    itself is refused, since only its memory would be right.
+    `L40` is not `L4`, and a laptop's card or a slice of a card is a different device under the same name. A device that
+    the table does not have is refused, since of a similar row only the memory would be right.
     """
     words = set(_words(name))
-    rows = [row for row in load_table() if words.issuperset(_words(row.name)) and not words & _OTHERS]
+    rows = [row for row in load_table() if words.issuperset(_words(row.name)) and not words & _VARIANT_WORDS]
     if not rows:
         raise InvalidValueError(
             f"{name!r} is not in Lowtide's table of accelerators: name a similar one with device={_similar(words)}, "
             "and the memory of this one with budget="
         )
-    longest = max(len(_words(row.name)) for row in rows)
-    best = min(
-        (row for row in rows if len(_words(row.name)) == longest), key=lambda candidate: abs(candidate.memory - memory)
-    )
+    most_words = max(len(_words(row.name)) for row in rows)
+    closest_names = (row for row in rows if len(_words(row.name)) == most_words)
+    best = min(closest_names, key=lambda row: abs(row.memory - memory))
     return dataclasses.replace(best, memory=memory)
 
 
@@ -177,16 +210,16 @@ def _similar(words: set[str]) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """`A100-80GB` is told from `A100-40GB` by its memory, not by its name."""
+    """Split a name into words without sizes: `A100-80GB` is told from `A100-40GB` by its memory, not by its name."""
     return [word for word in name.lower().replace("-", " ").split() if not word.endswith("gb")]
 
 
-MIB = 2**20
+# --- Margins --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Margins:
-    """Bytes of each, on every rank."""
+    """The bytes that every rank's device holds besides the caching allocator's memory."""
 
     context: int
     """The driver's context and the kernels that were loaded."""
@@ -200,26 +233,6 @@ class Margins:
         return self.context + self.libraries + self.communication
 
 
-def margins_for(job: Job, accelerator: Accelerator) -> Margins:
-    """The margins of a job."""
-    return Margins(context=accelerator.context, communication=400 * MIB if job.ranks > 1 else 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What an accelerator does per second, efficiencies included."""
-
-    flops: float
-    single_flops: float
-    """In float32."""
-    bandwidth: float
-    matmul: float = 0.7
-    attention: float = 0.55
-    attention_backward: float = 0.45
-    memory: float = 0.85
-    """Shares of the peak that kernels reach."""
-
-    def seconds(self, cost: Cost) -> float:
-        efficiency = 1.0 if cost.kind == "memory" else getattr(self, cost.kind)
-        peak = self.single_flops if cost.single_precision else self.flops
-        return max(cost.flops / (peak * efficiency), cost.nbytes / (self.bandwidth * self.memory))
+def margins_for(accelerator: Accelerator, ranks: int) -> Margins:
+    """Return the margins of one of `ranks` processes; a single process has no communication buffers."""
+    return Margins(context=accelerator.context, communication=400 * MIB if ranks > 1 else 0)

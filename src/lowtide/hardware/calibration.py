@@ -1,7 +1,8 @@
-"""Measures what share of its data sheet this machine's accelerator reaches, in a minute, for better seconds in plans.
+"""Measures what share of its data sheet this machine's accelerator reaches, so that plans have better seconds.
 
-Four kernels stand for all: a matrix product, flash attention forward and backward, a copy in device memory, and a copy
-over the link from pinned memory. Each is timed with events after a warm-up; the median counts.
+It takes about a minute. Four kinds of kernels stand for all: a matrix product, flash attention (forward and backward),
+a copy within device memory, and a copy over the link from pinned memory. Each is timed with events after a warm-up, and
+the median counts.
 """
 
 from __future__ import annotations
@@ -23,18 +24,16 @@ if TYPE_CHECKING:
     from lowtide.hardware.accelerators import Accelerator
 
 _REPEATS = 20
-
 _MATRIX = 8192
-
 _SEQUENCE, _HEADS, _WIDTH = 8192, 16, 128
-
 _COPY = 256 * 2**20
+"""Bytes that are copied."""
 
 
 def calibrate(path: Path, device: Accelerator | None = None) -> Efficiencies:
-    """Measure, and write the file that `plan(calibration=...)` reads."""
+    """Measure this machine's accelerator, and write the file that `plan(calibration=...)` reads."""
     if not torch.accelerator.is_available():
-        raise PlanError("there is no accelerator here to calibrate: run this on the machine that will train")
+        raise PlanError("there is no accelerator here to calibrate: run this on the machine that will do the training")
     accelerator = device or this_accelerator()
     found = measure(accelerator, torch.accelerator.current_accelerator() or torch.device("cuda"))
     content = {"accelerator": accelerator.name, "efficiencies": dataclasses.asdict(found)}
@@ -43,7 +42,7 @@ def calibrate(path: Path, device: Accelerator | None = None) -> Efficiencies:
 
 
 def measure(accelerator: Accelerator, device: torch.device) -> Efficiencies:
-    """Shares of the peak, at most 1."""
+    """Time each kind of kernel on `device`, and return its share of `accelerator`'s peak, at most 1."""
     half = torch.bfloat16 if accelerator.has_flash else torch.float16
     square = torch.randn(_MATRIX, _MATRIX, dtype=half, device=device)
     matmul = 2 * _MATRIX**3 / _seconds(lambda: square @ square, device) / accelerator.half_flops
@@ -62,7 +61,7 @@ def measure(accelerator: Accelerator, device: torch.device) -> Efficiencies:
 
 
 def _attention(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward. Backward does two and a half times the work of forward."""
+    """Return the FLOP/s of causal attention in forward and in backward, which does two and a half times the work."""
     shape = (1, _HEADS, _SEQUENCE, _WIDTH)
     query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     flops = 4 * _HEADS * _SEQUENCE**2 * _WIDTH / 2

@@ -1,15 +1,14 @@
-"""Will it fit, and which policy is the fastest that fits: a training step, simulated without an accelerator.
+"""Answers whether a training step fits, and which policy is the fastest that fits, without an accelerator.
 
-`planner.plan` asks a process of its own (`worker`) for figures. There, a `Simulator` builds the model without weights,
-runs one step of it through the real engine on blank tensors (`step`, `blank`), and reads the figures out of the record
-(`estimate`). Long stacks are simulated at two short lengths and carried on (`layers`, `whole`). The solver mixes
-treatments region by region (`region_costs`, `solver`), and the winner is simulated whole.
+`planner.plan` asks a worker process (`lowtide.simulation`) for figures. There, a `Simulator` builds the model without
+weights, runs one step of it through the real engine on meta tensors, and reads the figures out of the recording. Long
+stacks are simulated at two short lengths and extrapolated. The solver mixes policies region by region, and the winner
+is simulated with all its layers. `max_fit` answers the other question: how long a sequence, or how large a batch, fits.
 """
 
 from __future__ import annotations
 
-from lowtide.hardware.accelerators import Accelerator, find_accelerator
 from lowtide.planning.planner import plan
 from lowtide.planning.result import Candidate, Plan
 
-__all__ = ["Accelerator", "Candidate", "Plan", "find_accelerator", "plan"]
+__all__ = ["Candidate", "Plan", "plan"]

@@ -1,7 +1,7 @@
-"""How long a sequence fits, or how large a batch: the other question that a plan can answer.
+"""Finds how long a sequence fits, or how large a batch: the other question that a simulation can answer.
 
 What a policy needs grows almost in proportion to the tokens, so a line through two simulated points tells where to look
-next; two or three more points close in on the answer.
+next, and two or three more points close in on the answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.hardware.accelerators import margins_for
-from lowtide.planning.result import INAPPLICABLE, judged
+from lowtide.planning.result import INAPPLICABLE, judge
 from lowtide.simulation.cache import CachedSimulator
 from lowtide.targets.target import find_target
 
@@ -31,32 +31,37 @@ POLICIES = (
     "recompute+offload+tile(mlp)",
     "recompute+offload+tile",
 )
-"""The usual ones. `tile(mlp)` alone is for models that tile no loss: of these, what the model takes is looked at."""
+"""The usual policies, of which those are tried whose tiles the model has. `tile(mlp)` is for models without a head."""
 
 _STEP = {"tokens": 1024, "batch_size": 1}
+"""To what the answer is exact."""
 
 _FIRST = {"tokens": (2048, 8192), "batch_size": (1, 2)}
+"""The two points that are simulated first."""
 
 _ROUNDS = 8
+"""The most points that are simulated after them."""
 
 _MOST = {"tokens": 16 * 2**20, "batch_size": 4096}
 
 
 class Needed(Protocol):
-    """What a policy needs, as a share of the budget, and the policy with its figures."""
+    """A function that returns what a policy needs as a share of the budget, and the policy with its figures."""
 
     def __call__(self, policy: str, value: int, *, exact: bool = False) -> tuple[float, Candidate]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaxFit:
-    """Of one policy: the most that fits, with its figures; None if not even the least does."""
+    """The longest sequence or the largest batch that fits under one policy."""
 
     policy: str
     most: int
+    """Tokens or sequences; 0 if not even the least fits."""
     estimate: Estimate | None
+    """The figures of that step; None if nothing fits."""
     device_bytes: int | None = None
-    """What that needs on the device, margins included."""
+    """Bytes that it needs on the device, including margins."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -67,54 +72,59 @@ def find_max(
     job: Job,
     accelerator: Accelerator,
     *,
-    figure: str = "tokens",
+    dimension: str = "tokens",
     budget: int | str | None = None,
     host_budget: int | str | None = None,
     policies: Sequence[str] | None = None,
     cache: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[MaxFit]:
-    """The most `tokens` (to 1024) or the largest `batch_size` that fits, for each policy, or each of the usual ones."""
+    """Find the most that fits along a dimension, `tokens` (to 1024) or `batch_size`, for each policy.
+
+    Without `policies`, the usual ones are tried, without those that do nothing to this model.
+    """
     limit, host_limit = accelerator.budgets(budget, host_budget)
     found = []
     with CachedSimulator(find_target(model), job, accelerator, enabled=cache) as simulator:
 
         def needed(policy: str, value: int, *, exact: bool = False) -> tuple[float, Candidate]:
-            asked = dataclasses.replace(job, **{figure: value})  # type: ignore[arg-type]
+            asked = dataclasses.replace(job, **{dimension: value})  # type: ignore[arg-type]
             simulator.change_job(asked)
             estimate = simulator.estimate(policy, exact=exact)
-            candidate = judged(estimate, limit, host_limit, margins_for(asked, accelerator))
+            candidate = judge(estimate, limit, host_limit, margins_for(accelerator, asked.ranks))
             return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), candidate
 
-        wanted = policies or [policy for policy in POLICIES if _tiling_of(policy) in simulator.summary.tile_options]
+        wanted = policies or [
+            policy for policy in POLICIES if _tile_option_of(policy) in simulator.summary.tile_options
+        ]
         left_out = () if policies else INAPPLICABLE
         for place, policy in enumerate(wanted):
             if progress is not None:
                 progress(policy, place, len(wanted))
             with contextlib.suppress(*left_out):
-                found.append(_search(policy, needed, figure))
+                found.append(_search(policy, needed, dimension))
     return found
 
 
-def _tiling_of(policy: str) -> str:
+def _tile_option_of(policy: str) -> str:
     return next((word for word in policy.split("+") if word.startswith("tile")), "")
 
 
-def _search(policy: str, needed: Needed, figure: str) -> MaxFit:
-    step, most = _STEP[figure], _MOST[figure]
-    first, second = _FIRST[figure]
+def _search(policy: str, needed: Needed, dimension: str) -> MaxFit:
+    step, most = _STEP[dimension], _MOST[dimension]
+    first, second = _FIRST[dimension]
     points: dict[int, tuple[float, Candidate]] = {value: needed(policy, value) for value in (first, second)}
     for _ in range(_ROUNDS):
-        value = _next(points, step, most)
+        value = _next_point(points, step, most)
         if value is None:
             break
         points[value] = needed(policy, value)
     fitting = [value for value, (share, _) in points.items() if share <= 1]
-    return _confirmed(policy, needed, max(fitting, default=0), step)
+    return _confirm(policy, needed, max(fitting, default=0), step)
 
 
-def _confirmed(policy: str, needed: Needed, value: int, step: int) -> MaxFit:
-    """Simulated whole; what turns out a little too long is made a little shorter."""
+def _confirm(policy: str, needed: Needed, value: int, step: int) -> MaxFit:
+    """Simulate every layer; what turns out a little too large is made a little smaller."""
     while value > 0:
         share, found = needed(policy, value, exact=True)
         if share <= 1:
@@ -123,15 +133,15 @@ def _confirmed(policy: str, needed: Needed, value: int, step: int) -> MaxFit:
     return MaxFit(policy=policy, most=0, estimate=None)
 
 
-def _next(points: dict[int, tuple[float, Candidate]], step: int, most: int) -> int | None:
-    """Where the line through the two nearest points meets the budget; None if there is nothing between them."""
+def _next_point(points: dict[int, tuple[float, Candidate]], step: int, most: int) -> int | None:
+    """Return where the line through the two nearest points meets the budget; None if no point is left to try."""
     below = max((value for value, (share, _) in points.items() if share <= 1), default=None)
     above = min((value for value, (share, _) in points.items() if share > 1), default=None)
     if below is None:
         return None if above is None or above <= step else max(step, above // 2 // step * step)
     if above is not None and above - below <= step:
         return None
-    left, right = sorted(points)[:2] if above is None and len(points) == 2 else _pair(points, below, above)  # noqa: PLR2004
+    left, right = sorted(points)[:2] if above is None and len(points) == 2 else _nearest_pair(points, below, above)  # noqa: PLR2004
     (low, _), (high, _) = points[left], points[right]
     slope = (high - low) / (right - left)
     guess = most if slope <= 0 else left + (1 - low) / slope
@@ -141,7 +151,7 @@ def _next(points: dict[int, tuple[float, Candidate]], step: int, most: int) -> i
     return None if value in points else value
 
 
-def _pair(points: dict[int, Any], below: int, above: int | None) -> tuple[int, int]:
+def _nearest_pair(points: dict[int, Any], below: int, above: int | None) -> tuple[int, int]:
     if above is not None:
         return below, above
     second, first = sorted(points, reverse=True)[:2]

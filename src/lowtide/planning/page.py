@@ -1,4 +1,4 @@
-"""The plan as a page: the table of policies, whose the memory is at the peak, and the step over time."""
+"""Renders a plan as an HTML page: the table of policies, whose the memory is at the peak, and the step over time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _TEMPLATE = TEMPLATES / "plan.html"
 _GIB = 2**30
 
 
-def as_page(plan: Plan) -> str:
-    """One file that needs no network. Needs the `html` extra."""
+def plan_page(plan: Plan) -> str:
+    """Render the page as one file that needs no network. Needs the `html` extra."""
     return render(_TEMPLATE, plan=plan, code=code_for(plan), bars=_bars(plan), timeline=_timeline(plan))
 
 
 def code_for(plan: Plan) -> str | None:
-    """The line that a user pastes."""
+    """Return the line of code that a user pastes; None if nothing fits."""
     return None if plan.best is None else f'lowtide.apply(model, "{plan.best.policy}")'
 
 
 def _bars(plan: Plan) -> str:
-    """Peak memory of every policy, by owner, beside the budget."""
+    """Draw the peak memory of every policy, by owner, beside the budget."""
     candidates = plan.candidates[::-1]
     names = [_label(candidate.policy) for candidate in candidates]
     kinds = [kind for kind in KIND_COLOURS if any(kind in candidate.estimate.owners for candidate in candidates)]
@@ -59,7 +59,7 @@ def _label(policy: str) -> str:
 
 
 def _timeline(plan: Plan) -> str | None:
-    """Memory over the step, stacked by owner. Only a policy that was simulated whole has one."""
+    """Draw memory over the step, stacked by owner. Only a policy with all layers simulated has a timeline."""
     points = plan.timeline
     if not points:
         return None
@@ -69,7 +69,7 @@ def _timeline(plan: Plan) -> str | None:
         for kind in kinds
     ]
     hover = [
-        [point["phase"], point["region"] or "outside of the regions", f"{point['seconds']:.3f} s"] for point in points
+        [point["phase"], point["region"] or "outside the regions", f"{point['seconds']:.3f} s"] for point in points
     ]
     template = "%{customdata[0]}, %{customdata[1]}<br>at %{customdata[2]}: %{y:.2f} GiB"
     data = stacked(bands, list(range(len(points))), hover, template)
@@ -81,7 +81,7 @@ def _timeline(plan: Plan) -> str | None:
             "tickvals": [0, *borders],
             "ticktext": [points[place]["phase"] for place in (0, *borders)],
             "ticklabelposition": "outside right",  # where the phase is, and clear of the other axis
-            "title": {"text": "allocations in their order"},
+            "title": {"text": "allocations in order"},
         },
         "hovermode": "x unified",
         "shapes": [dashed({"y0": plan.budget / _GIB, "y1": plan.budget / _GIB, "xref": "paper", "x0": 0, "x1": 1})],

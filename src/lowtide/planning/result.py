@@ -1,4 +1,4 @@
-"""A plan: which policies fit, which of them is the fastest, and what the others lack."""
+"""A plan: which policies fit, which of them is the fastest, and why the rest do not fit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ KINDS = {
     "communication": "communication buffers",
     "batch": "the batch",
 }
+"""Kinds of bytes on the device, in words."""
 
 INAPPLICABLE = (SilentNoOpError, LogitsNotComputedError)
-"""What a policy ends with that does nothing to this model, or cannot. Others are judged all the same."""
+"""The errors of a policy that does nothing to this model, or cannot. The other policies are judged all the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,10 @@ class Candidate:
 
     estimate: Estimate
     device_bytes: int
-    """What it needs on the device, margins included."""
+    """Bytes that it needs on the device, including margins."""
     fits: bool
     limit: str
-    """What holds most of the memory at the peak; if it does not fit, by how much."""
+    """What holds most of the memory at the peak, and how many bytes are missing if it does not fit."""
 
     @property
     def policy(self) -> str:
@@ -53,7 +54,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer to "will it fit, and how?". Ranking is the claim; seconds are an estimate until calibrated."""
+    """The answer to "will it fit, and how?". The ranking is the claim; seconds are an estimate until calibrated."""
 
     __module__ = "lowtide"
 
@@ -62,14 +63,15 @@ class Plan:
     accelerator: Accelerator
     margins: Margins
     budget: int
-    """Bytes of device memory."""
+    """Bytes of device memory that may be used."""
     host_budget: int
-    """Bytes of host memory, for each rank."""
+    """Bytes of host memory that each rank may use."""
     candidates: list[Candidate]
-    """All policies that were looked at, the fastest first."""
+    """All policies that were simulated, the fastest first."""
     best: Candidate | None
-    """The fastest that fits; None if there is none."""
+    """The fastest that fits; None if none does."""
     notes: list[str]
+    """What a reader should know about how the figures were made."""
 
     @property
     def fits(self) -> bool:
@@ -77,17 +79,17 @@ class Plan:
 
     @property
     def policy(self) -> Policy | None:
-        """Goes straight into `lowtide.apply`."""
+        """Return the best policy, ready for `lowtide.apply`; None if none fits."""
         return Policy.parse(self.best.policy) if self.best else None
 
     @property
     def least(self) -> Candidate:
-        """The candidate that needs the least device memory."""
+        """Return the candidate that needs the least device memory."""
         return min(self.candidates, key=lambda candidate: candidate.device_bytes)
 
     @property
     def shown(self) -> Candidate:
-        """The best candidate, or the leanest where none fits."""
+        """Return the candidate whose figures the plan shows: the best one, or the leanest where none fits."""
         return self.best or self.least
 
     @property
@@ -116,7 +118,7 @@ class Plan:
 
     @property
     def why_not_faster(self) -> str | None:
-        """Why the next faster policy was not taken."""
+        """Return why the next faster policy was not taken; None if the fastest of all fits."""
         faster = [c for c in self.candidates if not c.fits and (not self.best or _seconds(c) < _seconds(self.best))]
         if not faster:
             return None
@@ -136,10 +138,10 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """A page of its own: the table, where the memory goes, and the step over time."""
-        from lowtide.planning.page import as_page
+        """Return a page with the table, where the memory goes, and the step over time. Needs the `html` extra."""
+        from lowtide.planning.page import plan_page
 
-        return as_page(self)
+        return plan_page(self)
 
     def __str__(self) -> str:
         lines = [f"{self.summary.name} ({self.summary.model_class}), {self.job.size}, {self.accelerator.name}:"]
@@ -155,8 +157,8 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.estimate.seconds
 
 
-def judged(estimate: Estimate, budget: int, host_budget: int, margins: Margins) -> Candidate:
-    """A policy against the budgets."""
+def judge(estimate: Estimate, budget: int, host_budget: int, margins: Margins) -> Candidate:
+    """Hold a policy's figures against the budgets."""
     needed = estimate.needed_bytes + margins.total
     fits_host = estimate.host_bytes <= host_budget
     owner, size = max(estimate.owners.items(), key=lambda pair: pair[1])

@@ -1,9 +1,10 @@
-"""What a caching allocator would reserve for a recording's device memory.
+"""Computes what a caching allocator would reserve for a recording's device memory.
 
-A model of torch's CUDA allocator with its defaults: sizes in steps of 512 bytes; small requests (up to 1 MiB) are cut
-from segments of 2 MiB, others from segments of 20 MiB, or of their own size in steps of 2 MiB from 10 MiB on; the best
-fit is split, and neighbours of one segment join again when they are free. Streams are not told apart: the engine
-allocates on the compute stream alone. `expandable_segments` join across segments, and reserve little more than is used.
+This is a model of torch's CUDA allocator with its defaults. Sizes are multiples of 512 bytes. Small requests (up to
+1 MiB) are cut from segments of 2 MiB, larger ones from segments of 20 MiB, and from 10 MiB on each gets a segment of
+its size, rounded up to 2 MiB. The best fit is split, and free neighbours of one segment join again. Streams are not
+told apart: the engine allocates on the compute stream alone. `expandable_segments`, which joins across segments and
+reserves little more than is used, is not modelled.
 """
 
 from __future__ import annotations
@@ -22,19 +23,16 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 _UNIT = 512
-
 _SMALL = MIB
-
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
-
 _OWN_SEGMENT_FROM = 10 * MIB
 
 _Block = tuple[int, int, int]
-"""Its size, its segment, and where it begins there: sorted by size, the best fit is found at once."""
+"""A block's size, its segment, and where it begins there: sorted by size, the best fit is found at once."""
 
 
 class CachingAllocator:
-    """Replays requests; `peak_reserved` is what the device shows as taken. With a `capacity` it may run out."""
+    """An allocator that only counts; `peak_reserved` is what the device shows as taken. It may have a `capacity`."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
@@ -78,7 +76,7 @@ class CachingAllocator:
         return length, self._made, 0
 
     def _release_free_segments(self) -> None:
-        """As torch does before it gives up: segments that nothing uses go back to the device."""
+        """Return segments that nothing uses to the device, as torch does before it gives up."""
         for segment, (length, is_small) in list(self._segments.items()):
             if self._pools[is_small].drop((length, segment, 0)):
                 del self._segments[segment]
@@ -86,7 +84,7 @@ class CachingAllocator:
 
 
 class _Pool:
-    """Free blocks of one kind, sorted by size, and by both of their ends."""
+    """The free blocks of one kind (small or large), sorted by size and found by both of their ends."""
 
     def __init__(self) -> None:
         self._sorted: list[_Block] = []
@@ -94,7 +92,7 @@ class _Pool:
         self._by_end: dict[tuple[int, int], _Block] = {}
 
     def take(self, size: int) -> _Block | None:
-        """The smallest block that is large enough."""
+        """Take out the smallest block that is large enough."""
         place = bisect.bisect_left(self._sorted, (size, 0, 0))
         if place == len(self._sorted):
             return None
@@ -103,7 +101,7 @@ class _Pool:
         return block
 
     def put(self, block: _Block) -> None:
-        """A block is free; with free neighbours it becomes one."""
+        """Put a free block in, joined with its free neighbours."""
         size, segment, start = block
         before = self._by_end.get((segment, start))
         after = self._by_start.get((segment, start + size))
@@ -116,7 +114,7 @@ class _Pool:
         self._by_end[segment, start + size] = block
 
     def drop(self, block: _Block) -> bool:
-        """Take away this block, if it is free as a whole."""
+        """Take out this block if all of it is free, and return whether it was."""
         _, segment, start = block
         if self._by_start.get((segment, start)) != block:
             return False
@@ -131,12 +129,16 @@ class _Pool:
 
 
 def reserved_bytes(events: Iterable[Event]) -> int:
-    """The most that a caching allocator reserves over these events, if nothing holds it back."""
+    """Return the most that a caching allocator reserves over these events if its capacity has no limit."""
     return _replay(events, CachingAllocator())
 
 
 def least_capacity(events: Iterable[Event], allocated: int, reserved: int) -> int:
-    """The least memory in which the allocator gets through, closely enough."""
+    """Return the least capacity that gets the allocator through the events, found by bisection.
+
+    It lies between the bytes that are `allocated` at the peak and those that are `reserved` without a limit, and is
+    exact to a large segment or 1/32 of that range.
+    """
     low, high = allocated, reserved
     requests = [event for event in events if event.place == "device" and event.change]
     while high - low > max(_LARGE_SEGMENT, (reserved - allocated) // 32):

@@ -1,14 +1,13 @@
-"""Which kernel `scaled_dot_product_attention` would take on an accelerator.
+"""Models attention on an accelerator: which kernel `scaled_dot_product_attention` takes, and kernels' workspaces.
 
-On blank tensors torch takes the mathematical form, which makes the whole square of scores: a GPU rarely does. The
-choice follows torch's `sdp_utils.cpp`: flash where there is no mask, numbers are 16 bits wide and heads are at most 256
-wide; the memory-efficient kernel with masks and in float32; the mathematical form otherwise. cuDNN's kernel is only
-taken on request: torch prefers flash by default.
+On meta tensors torch takes the mathematical form, which makes the whole square of scores: a GPU rarely does. The class
+`Attention` chooses as torch's `sdp_utils.cpp` does: flash where there is no mask, numbers are 16 bits wide and heads
+are at most 256 wide; the memory-efficient kernel with masks and in float32; the mathematical form otherwise. cuDNN's
+kernel is only taken on request: torch prefers flash by default.
 
-Memory that kernels take for themselves while they run: no tensor of the program shows it.
-
-Each formula follows the kernel's source in torch. cuBLAS and cuDNN keep fixed workspaces, which are among the stated
-margins of a plan.
+A workspace is memory that a kernel takes for itself while it runs, so that no tensor of the program shows it.
+`workspace_of` has a formula for each such kernel, after its source in torch. cuBLAS and cuDNN keep fixed workspaces,
+which are among the stated margins of a plan.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ KERNELS = ("auto", "flash", "efficient", "cudnn", "math", "cpu")
 
 _WIDEST_HEAD = 256
 
-_LANES = 8
+_HEAD_MULTIPLE = 8
+"""Flash and the memory-efficient kernel take heads whose width is a multiple of this."""
 
 
 class Attention:
-    """Stands in for `scaled_dot_product_attention`; counts what it picked."""
+    """A replacement of `scaled_dot_product_attention` that takes an accelerator's kernels, and counts its choices."""
 
     def __init__(self, kernel: str = "auto", *, has_flash: bool = True) -> None:
         if kernel not in KERNELS:
-            raise InvalidValueError(f"{kernel!r} is no attention kernel; known: {', '.join(KERNELS)}")
+            raise InvalidValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(KERNELS)}")
         self.kernel = kernel
         self.has_flash = has_flash
         self.picked: collections.Counter[str] = collections.Counter()
@@ -66,9 +66,9 @@ class Attention:
             return self.kernel
         width = query.shape[-1]
         is_half = query.dtype in (torch.float16, torch.bfloat16)
-        if self.has_flash and mask is None and is_half and width <= _WIDEST_HEAD and width % _LANES == 0:
+        if self.has_flash and mask is None and is_half and width <= _WIDEST_HEAD and width % _HEAD_MULTIPLE == 0:
             return "flash"
-        if not grouped and width % _LANES == 0:
+        if not grouped and width % _HEAD_MULTIPLE == 0:
             return "efficient"
         return "math"
 
@@ -78,7 +78,7 @@ class Attention:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)
         return out[0]
 
-    _cudnn = _flash  # the same results, but for the layout of the row sums
+    _cudnn = _flash  # it differs only in the layout of the row sums
 
     def _cpu(self, query: Any, key: Any, value: Any, mask: Any, dropout: Any, causal: Any, scale: Any, _: Any) -> Any:
         out = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -105,22 +105,38 @@ class Attention:
         return out[0]
 
 
+# --- Workspaces -----------------------------------------------------------------------------------------------------
+
 _FLOAT32 = 4
-
 _FLASH_ROWS = 128
-
 _SMALL_HEAD = 128
 
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.linear})
 
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+
+def workspace_of(packet: Any, args: tuple[Any, ...], quantized: set[int]) -> int:
+    """Return the bytes that an operation takes beyond its results.
+
+    A quantized weight is unpacked for each product: `quantized` has the storages of all such weights.
+    """
+    formula = _FORMULAS.get(packet)
+    if formula is not None:
+        return formula(args)
+    if quantized and packet in _PRODUCTS:
+        return sum(
+            arg.nbytes
+            for arg in args
+            if isinstance(arg, torch.Tensor) and storage_key(arg.untyped_storage()) in quantized
+        )
+    return 0
 
 
 def _flash_backward(args: tuple[Any, ...]) -> int:
-    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
+    """Count the float32 sums of flash attention's backward, as `mha_bwd` allocates them.
 
-    The gradient of the queries is summed in float32 over rows rounded to 128 and heads rounded to 32 (64 above 128);
-    so is the row sum of the softmax. With grouped queries, the gradients of keys and values are made for all heads.
+    The queries' gradient is summed in float32, with rows rounded up to 128 and the width of heads to 32 (above 128, to
+    64); so is the row sum of the softmax. With grouped queries, the gradients of keys and values are made for all
+    heads. Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     _, query, key = args[:3]
     batch, heads, rows, width = query.shape
@@ -133,7 +149,10 @@ def _flash_backward(args: tuple[Any, ...]) -> int:
 
 
 def _efficient_backward(args: tuple[Any, ...]) -> int:
-    """attention_backward.cu, `_efficient_attention_backward`: float32 sums of the query's gradient, and row sums."""
+    """Count the float32 sums of the queries' gradient, and the row sums.
+
+    Source: attention_backward.cu, `_efficient_attention_backward`.
+    """
     query = args[1]
     batch, heads, rows, width = query.shape
     accumulates = query.dtype is not torch.float32
@@ -141,8 +160,12 @@ def _efficient_backward(args: tuple[Any, ...]) -> int:
 
 
 def _safe_softmax(args: tuple[Any, ...]) -> int:
-    """attention.cpp, `_safe_softmax`: a mask of the scores that are minus infinity, a byte each."""
+    """Count the mask of the scores that are minus infinity, a byte each. Source: attention.cpp, `_safe_softmax`."""
     return int(args[0].numel())
+
+
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 _FORMULAS = {
@@ -150,19 +173,3 @@ _FORMULAS = {
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
 }
-
-_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.linear})
-
-
-def workspace_of(packet: Any, args: tuple[Any, ...], quantized: set[int]) -> int:
-    """Bytes that an operation takes beyond its results. A quantized weight is unpacked for each product."""
-    formula = _FORMULAS.get(packet)
-    if formula is not None:
-        return formula(args)
-    if quantized and packet in _PRODUCTS:
-        return sum(
-            arg.nbytes
-            for arg in args
-            if isinstance(arg, torch.Tensor) and storage_key(arg.untyped_storage()) in quantized
-        )
-    return 0

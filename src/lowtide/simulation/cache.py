@@ -1,4 +1,7 @@
-"""Results by content: the same model, job, accelerator, policy and versions give the same figures, so they are kept."""
+"""Keeps results on disk by content: the same model, job, accelerator, policy and versions give the same figures.
+
+The key includes a fingerprint of Lowtide's own sources, so that results of a different version are never read.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +35,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LANES = 2
-"""Processes that simulate side by side. Tiling everything takes about as long as all the rest."""
+PROCESSES = 2
+"""How many processes simulate side by side. Policies that tile everything take about as long as all the rest."""
 
 
 def cache_directory() -> Path:
-    """Where plans are kept."""
+    """Return the directory in which results are kept."""
     return user_cache() / "plans"
 
 
 class CachedSimulator:
-    """Remote studios that are only started for what is not known yet."""
+    """Simulator processes that are only started for results that are not known yet."""
 
     def __init__(self, target: Target, job: Job, accelerator: Accelerator, *, enabled: bool) -> None:
-        self._remotes = [SimulatorProcess(target, job, accelerator) for _ in range(LANES)]
+        self._processes = [SimulatorProcess(target, job, accelerator) for _ in range(PROCESSES)]
         self._running = contextlib.ExitStack()
         self._started: set[int] = set()
         self._enabled = enabled and target.kind != "factory"  # a function may build something else tomorrow
         content = hashlib.sha256(target.content).hexdigest()
-        self._same = [content, target.kind, target.name, accelerator.to_dict(), _versions()]
+        self._fixed = [content, target.kind, target.name, accelerator.to_dict(), _versions()]
         self._job = job
-        self.trouble: str | None = None
-        """Why results are not kept, if they cannot be. They are used all the same."""
+        self.warning: str | None = None
+        """Why results cannot be kept, if they cannot; they are used all the same."""
 
     def __enter__(self) -> Self:
         return self
@@ -64,78 +67,77 @@ class CachedSimulator:
         self._running.close()
 
     def change_job(self, job: Job) -> None:
-        """From now on figures are those of another job."""
+        """Simulate a different job of the same model from now on."""
         self._job = job
-        for remote in self._remotes:
-            remote.change_job(job)
+        for process in self._processes:
+            process.change_job(job)
 
     def stop(self) -> None:
-        """End the processes now: whoever waits for one of them hears of it."""
+        """End the processes now; whoever waits for an answer gets an error."""
         self._running.close()
 
     @property
     def summary(self) -> ModelSummary:
-        return ModelSummary(**self._known("summary", {}, 0, lambda simulator: dataclasses.asdict(simulator.summary)))
+        return ModelSummary(**self._remember("summary", {}, 0, lambda simulator: dataclasses.asdict(simulator.summary)))
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
         asked = {"policy": policy, "exact": exact}
         ask = operator.methodcaller("estimate", policy, exact=exact)
-        return Estimate(**self._known("estimate", asked, lane_of(policy), lambda simulator: ask(simulator).to_dict()))
+        return Estimate(
+            **self._remember("estimate", asked, process_for(policy), lambda simulator: ask(simulator).to_dict())
+        )
 
     def costs(self, tile: str) -> StepCosts:
-        data = self._known(
-            "costs", {"tile": tile}, lane_of(tile), lambda simulator: dataclasses.asdict(simulator.costs(tile))
+        data = self._remember(
+            "costs", {"tile": tile}, process_for(tile), lambda simulator: dataclasses.asdict(simulator.costs(tile))
         )
-        regions = [
-            RegionCosts(
-                **{
-                    **region,
-                    "treatments": {name: RegionPolicyCost(**cost) for name, cost in region["treatments"].items()},
-                }
-            )
-            for region in data["regions"]
-        ]
-        return StepCosts(**{**data, "regions": regions})
+        return StepCosts(**{**data, "regions": [_region_costs(region) for region in data["regions"]]})
 
-    def _known(
-        self, what: str, asked: dict[str, Any], lane: int, ask: Callable[[SimulatorProcess], dict[str, Any]]
+    def _remember(
+        self, what: str, asked: dict[str, Any], process: int, ask: Callable[[SimulatorProcess], dict[str, Any]]
     ) -> dict[str, Any]:
+        """Return a kept result, or ask one of the processes and keep its answer."""
         if not self._enabled:
-            return ask(self._remote(lane))
-        text = json.dumps([what, asked, self._job.to_dict(), *self._same], sort_keys=True, default=str)
+            return ask(self._started_process(process))
+        text = json.dumps([what, asked, self._job.to_dict(), *self._fixed], sort_keys=True, default=str)
         path = cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         data = _read(path)
         if data is None:
-            data = ask(self._remote(lane))
+            data = ask(self._started_process(process))
             self._keep(path, json.dumps(data))
         return data
 
     def _keep(self, path: Path, text: str) -> None:
-        if self.trouble is not None:
+        if self.warning is not None:
             return
         try:
             _write(path, text)
         except OSError as error:
-            self.trouble = (
+            self.warning = (
                 f"results cannot be kept in {path.parent} ({error.strerror}): set LOWTIDE_CACHE to a directory that "
                 "can be written, or plan without a cache"
             )
-            logger.warning("%s", self.trouble)
+            logger.warning("%s", self.warning)
 
-    def _remote(self, lane: int) -> SimulatorProcess:
-        if lane not in self._started:
-            self._running.enter_context(self._remotes[lane])
-            self._started.add(lane)
-        return self._remotes[lane]
+    def _started_process(self, number: int) -> SimulatorProcess:
+        if number not in self._started:
+            self._running.enter_context(self._processes[number])
+            self._started.add(number)
+        return self._processes[number]
 
 
-def lane_of(policy: str) -> int:
-    """Which of the processes looks at a policy: what shares recordings shares a process."""
+def process_for(policy: str) -> int:
+    """Return the number of the process that simulates a policy: policies that share recordings share a process."""
     return int("tile" in policy and "tile(loss)" not in policy)
 
 
+def _region_costs(data: dict[str, Any]) -> RegionCosts:
+    by_policy = {policy: RegionPolicyCost(**cost) for policy, cost in data["by_policy"].items()}
+    return RegionCosts(**{**data, "by_policy": by_policy})
+
+
 def _read(path: Path) -> dict[str, Any] | None:
-    """What is known; None if nothing is, or if it cannot be read."""
+    """Return a kept result; None if there is none, or if it cannot be read."""
     try:
         data: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -144,7 +146,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a plan that is interrupted leaves no half of a result."""
+    """Write a result whole or not at all: an interrupted plan leaves no half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
@@ -157,7 +159,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"lowtide": f"{__version__} {_own_source()}"}
+    found: dict[str, str | None] = {"lowtide": f"{__version__} {_source_fingerprint()}"}
     for package in ("torch", "transformers", "peft"):
         try:
             found[package] = metadata.version(package)
@@ -166,8 +168,8 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _own_source() -> str:
-    """A fingerprint of the package: while it is worked on, its version says nothing."""
+def _source_fingerprint() -> str:
+    """Return a fingerprint of Lowtide's sources: while it is developed, its version says nothing."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -1,9 +1,9 @@
-"""A virtual clock: streams, events and links without a device.
+"""Keeps virtual time: streams, events and a link to the host, without a device.
 
 Kernels and copies are put on a stream in the order of the program. A kernel starts when its stream is free, a copy when
 its stream and its direction of the link are free; an event holds the time of its stream. As every queue is served in
-order, this gives the times of a discrete-event simulation without an event queue. `Stream` and `Event` answer to the
-names of `torch.Stream` and `torch.Event`, so that the engine's own code drives the clock.
+order, this gives the times of a discrete-event simulation without an event queue. `Stream` and `Event` have the methods
+of `torch.Stream` and `torch.Event`, so that the engine's own code drives the clock once `device` has put them in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 DEVICE = torch.device("meta")
-"""Where the simulated accelerator's tensors are: torch computes their shapes and nothing else."""
+"""The device of the simulated accelerator's tensors: torch computes their shapes and nothing else."""
 
 
 @dataclasses.dataclass
@@ -28,10 +28,11 @@ class Clock:
 
     link_bytes_per_second: float = 25e9
     launch_seconds: float = 5e-6
-    """What the host needs to submit a kernel."""
+    """How long the host takes to submit a kernel or a copy."""
     host: float = 0.0
+    """The host's own time: how far the program has come."""
     busy: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
-    """Seconds of work: by kind of kernel, and by direction of the link."""
+    """Seconds of work by kind of kernel, and by direction of the link."""
 
     def __post_init__(self) -> None:
         self._link_free = {"to_host": 0.0, "to_device": 0.0}
@@ -39,13 +40,13 @@ class Clock:
         self.current = self.compute
 
     def kernel(self, seconds: float, kind: str) -> None:
-        """A kernel on the current stream."""
+        """Run a kernel on the current stream."""
         self.host += self.launch_seconds
         self.current.time = max(self.current.time, self.host) + seconds
         self.busy[kind] += seconds
 
     def copy(self, nbytes: int, direction: str, *, blocking: bool) -> None:
-        """A copy over the link, on the current stream."""
+        """Copy bytes over the link, on the current stream; the host waits for a blocking copy."""
         seconds = nbytes / self.link_bytes_per_second
         self.host += self.launch_seconds
         start = max(self.current.time, self._link_free[direction], self.host)
@@ -55,13 +56,13 @@ class Clock:
             self.host = self.current.time
 
     def synchronize(self) -> float:
-        """The time when all is done. The host waits for it."""
+        """Let the host wait until all work is done, and return that time."""
         self.host = max(self.host, self.compute.time, *self._link_free.values())
         return self.host
 
 
 class Stream:
-    """A queue of work; also a context manager that makes it the current one, as `torch.Stream` is."""
+    """A queue of work; as a context manager it is the current stream inside, like `torch.Stream`."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -118,5 +119,5 @@ class Event:
         self.clock.host = max(self.clock.host, self.time)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds, as torch's."""
+        """Return the milliseconds until `end`, as torch's events do."""
         return (end.time - self.time) * 1e3

@@ -1,4 +1,4 @@
-"""What an operation costs: FLOPs and bytes moved, and from these seconds on a roofline.
+"""Counts what an operation costs: FLOPs and bytes moved, and from these seconds on an accelerator's roofline.
 
 FLOPs come from torch's own `flop_registry`. Every other kernel is bound by memory: it reads its inputs and writes its
 results once; what it overwrites is not read. Causal attention does half of the square.
@@ -13,16 +13,18 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lowtide._torch import operator_of, schema_of
-from lowtide.simulation.values import is_blank
+from lowtide.simulation.meta_tensors import is_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from lowtide.hardware.accelerators import Rates
 
 aten = torch.ops.aten
 
 
 class Cost(NamedTuple):
-    """Of one operation."""
+    """What one operation does: FLOPs, bytes, and in which kind of kernel or over which link."""
 
     flops: float = 0.0
     nbytes: int = 0
@@ -31,7 +33,14 @@ class Cost(NamedTuple):
     direction: str | None = None
     """For a copy over the link: `to_host` or `to_device`."""
     blocking: bool = False
+    """Whether the host waits for the copy."""
     single_precision: bool = False
+
+    def seconds(self, rates: Rates) -> float:
+        """Return how long a kernel takes: as long as its FLOPs or its bytes, whichever takes longer."""
+        efficiency = 1.0 if self.kind == "memory" else getattr(rates, self.kind)
+        peak = rates.single_flops if self.single_precision else rates.flops
+        return max(self.flops / (peak * efficiency), self.nbytes / (rates.bandwidth * rates.memory))
 
 
 _FREE = frozenset(
@@ -68,23 +77,23 @@ _FREE = frozenset(
 _COPIES = frozenset({aten._to_copy, aten.copy_})
 
 _OVERWRITES = frozenset({aten.copy_, aten.fill_, aten.zero_})
-"""Their first argument is only written."""
+"""Operations whose first argument is only written."""
 
 
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: list[torch.Tensor]) -> Cost:
-    """Of an operation, all of whose tensors are given too. Views cost nothing, and neither does work of the host."""
-    kind, count = _nature(func)
+    """Return the cost of an operation whose tensors are all in `tensors`. Views and work on the host cost nothing."""
+    kind, count = _classify(func)
     if kind == "free":
         return Cost()
-    here = [tensor for tensor in tensors if is_blank(tensor)]
+    here = [tensor for tensor in tensors if is_meta(tensor)]
     if not here:
         return Cost()
     if kind == "copy":
         if len(here) < len(tensors):
-            return _transfer(operator_of(func), args, kwargs, out)
+            return _transfer_cost(operator_of(func), args, kwargs, out)
         kind = "memory"
     nbytes = sum(_touched(tensor) for tensor in here)
-    if operator_of(func) in _OVERWRITES and is_blank(args[0]):
+    if operator_of(func) in _OVERWRITES and is_meta(args[0]):
         nbytes -= _touched(args[0])
     flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
     if kind.startswith("attention") and _is_causal(func, args, kwargs):
@@ -93,8 +102,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
 
 
 @functools.cache
-def _nature(func: Any) -> tuple[str, Callable[..., Any] | None]:
-    """`free`, `copy` or a cost's kind, and how its FLOPs are counted: the same whenever it is called."""
+def _classify(func: Any) -> tuple[str, Callable[..., Any] | None]:
+    """Return `free`, `copy` or a cost's kind, and the function that counts FLOPs: the same for every call."""
     packet = operator_of(func)
     if packet in _FREE:
         return "free", None
@@ -109,15 +118,15 @@ def _nature(func: Any) -> tuple[str, Callable[..., Any] | None]:
     return ("attention_backward" if "backward" in name else "attention"), count
 
 
-def _transfer(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+def _transfer_cost(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
     target = args[0] if packet is aten.copy_ else out
     waits = not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2]))  # noqa: PLR2004
-    direction = "to_device" if is_blank(target) else "to_host"
+    direction = "to_device" if is_meta(target) else "to_host"
     return Cost(nbytes=target.nbytes, direction=direction, blocking=waits)
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """An expanded tensor is read from its storage, however large it looks."""
+    """Return the bytes of a tensor that are read: an expanded tensor's storage is read, however large it looks."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

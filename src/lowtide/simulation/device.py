@@ -1,6 +1,6 @@
-"""What a simulated step finds around it: a virtual device, and the kernels that a real one would take.
+"""Puts a simulated accelerator in torch's place: the clock's streams and events, and the kernels a GPU would take.
 
-Every patch is made on entering and undone on leaving. A plan still runs this in a process of its own, so that even an
+Every patch is made on entering and undone on leaving. A plan still simulates in a separate process, so that even an
 interrupted one leaves nothing behind in the user's.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def simulated_device(clock: Clock, attention: Attention) -> Iterator[None]:
-    """Inside, the accelerator's streams are those of `clock`, and attention takes the accelerator's kernels."""
+    """Let torch's streams and events be `clock`'s inside, and let attention take the accelerator's kernels."""
     import_dynamo()  # the first operation would import it, and it inherits from torch.Stream
     with contextlib.ExitStack() as stack:
         for target, name, replacement in _patches(clock, attention):
@@ -55,19 +55,19 @@ _torch_tensor, _torch_autocast = torch.tensor, torch.autocast
 
 
 def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autocast`, which models switch off around parts that need precision. Blank tensors know none."""
+    """Do nothing for meta tensors, which have no autocast. Models switch it off around parts that need precision."""
     return contextlib.nullcontext() if device_type == "meta" else _torch_autocast(device_type, *args, **kwargs)
 
 
 def _tensor_through_the_dispatcher(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    """`torch.tensor` puts numbers into memory behind the ledger's back: here, the copy to the device is seen."""
-    numbers = _plain(data)
+    """Make a tensor so that the ledger sees its copy to the device: `torch.tensor` fills memory behind its back."""
+    numbers = _without_tensors(data)
     with no_dispatch_modes():
         real = _torch_tensor(numbers, *args, **kwargs)
     return real if device is None else real.to(device)
 
 
-def _plain(data: Any) -> Any:
+def _without_tensors(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
         return data.tolist()
-    return [_plain(item) for item in data] if isinstance(data, list | tuple) else data
+    return [_without_tensors(item) for item in data] if isinstance(data, list | tuple) else data

@@ -1,4 +1,4 @@
-"""What a policy costs: the figures of one simulated step, or of two short ones carried on to the whole length."""
+"""Reads a policy's figures out of one simulated step, or out of two short ones, extrapolated to the whole model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One policy's figures. Bytes are those of one rank."""
+    """What one policy costs: bytes of one rank, and seconds of a step."""
 
     policy: str
     peak_bytes: int
@@ -24,27 +24,30 @@ class Estimate:
     needed_bytes: int
     """The least memory in which a caching allocator gets through the step."""
     reserved_bytes: int
-    """What a caching allocator reserves if nothing holds it back."""
+    """What a caching allocator reserves if its memory has no limit."""
     host_bytes: int
     seconds: float
     busy: dict[str, float]
+    """Seconds of work by kind of kernel, and by direction of the link."""
     owners: dict[str, int]
     """Bytes at the peak by kind of owner."""
     phase: str
     region: str
     """When the peak is: the phase of the step, and the region that runs."""
     kernels: dict[str, int]
+    """How often each attention kernel was chosen."""
     exact: bool
+    """Whether every layer was simulated; if not, the figures are extrapolated."""
     timeline: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     regions: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
-    """Bytes at the peak by block and kind of owner."""
+    """Bytes at the peak by region and kind of owner."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def exact_estimate(policy: str, recording: Recording) -> Estimate:
-    """From a recording of the whole model."""
+    """Read a policy's figures from a recording of the whole model."""
     peak = read_peak(recording)
     owners: dict[str, int] = {}
     regions: dict[str, dict[str, int]] = {}
@@ -74,22 +77,25 @@ def exact_estimate(policy: str, recording: Recording) -> Estimate:
     )
 
 
-def extrapolated_estimate(policy: str, whole: Extrapolation) -> Estimate:
-    """The figures of the whole model from recordings of two short ones."""
-    estimates = [exact_estimate(policy, recording) for recording in (whole.short, whole.longer)]
-    short, longer = whole.short, whole.longer
-    peak, here, owners = whole.highest()
+def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
+    """Read a policy's figures from recordings of two truncated models, extrapolated to the whole one.
+
+    What an allocator needs above the peak is taken from the worse of the two: it does not grow with the stack.
+    """
+    estimates = [exact_estimate(policy, recording) for recording in (model.short, model.long)]
+    short, long, extrapolate = model.short, model.long, model.stack.extrapolate
+    peak, moment, owners = model.step_peak()
     return Estimate(
         policy=policy,
         peak_bytes=peak,
         needed_bytes=peak + max(estimate.needed_bytes - estimate.peak_bytes for estimate in estimates),
         reserved_bytes=peak + max(estimate.reserved_bytes - estimate.peak_bytes for estimate in estimates),
-        host_bytes=pinned_for(round(whole.stack.share(short.stored_bytes, longer.stored_bytes))),
-        seconds=whole.stack.share(short.seconds, longer.seconds),
-        busy={kind: whole.stack.share(short.busy.get(kind, 0), seconds) for kind, seconds in longer.busy.items()},
+        host_bytes=pinned_for(round(extrapolate(short.stored_bytes, long.stored_bytes))),
+        seconds=extrapolate(short.seconds, long.seconds),
+        busy={kind: extrapolate(short.busy.get(kind, 0), seconds) for kind, seconds in long.busy.items()},
         owners=owners,
-        phase=here.phase,
-        region=here.region,
-        kernels=longer.kernels,
+        phase=moment.phase,
+        region=moment.region,
+        kernels=long.kernels,
         exact=False,
     )

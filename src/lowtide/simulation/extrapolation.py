@@ -1,19 +1,18 @@
-"""Shorter models: a long stack repeats itself, so two short ones tell about any length.
+"""Extrapolates a long model from two short ones: a stack of layers repeats itself, so two lengths tell about any.
 
-A stack's blocks differ in kind: every sixth may attend to everything, the first few may be dense. The pattern is found
-from what the blocks are made of, and shorter stacks keep it, with the same beginning and the same end.
+A stack's layers differ in kind: every sixth may attend to everything, the first few may be dense. `find_stack` finds
+the pattern from what the layers are made of, and truncated stacks keep it: they begin and end as the whole one does.
 
-The whole model, from recordings of two shorter ones.
-
-Memory at each place of the step (before the stack, in its first blocks, in its last ones, after it) grows in equal
-steps with the length of the stack; which place is the highest may change. So every place is carried on by itself.
+Memory at each place of the step (before the stack, in its first layers, in its last ones, after it) grows in equal
+steps with the length of the stack, but which place is the highest may change with the length. So `Extrapolation`
+extrapolates each place by itself, and then looks for the highest.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -27,86 +26,98 @@ if TYPE_CHECKING:
     from lowtide.simulation.step import Recording
 
 _LEAST = 2
+"""The fewest layers of a truncated stack, and the fewest by which the two differ."""
 
 _POSITIONS = ("idx", "index", "layer_id", "layer_number")
+"""Words in the names of attributes that tell a layer's place in its stack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The stack that is cut: where it is, and two lengths that stand for all."""
+    """The stack that is truncated: where it is, its pattern, and the two lengths that stand for all."""
 
     name: str
     length: int
-    first: int
-    """Blocks before the pattern begins."""
+    prefix: int
+    """How many layers come before the pattern begins."""
     period: int
+    """After how many layers the pattern repeats."""
     short: int
-    longer: int
+    long: int
+    """The two lengths that are simulated."""
 
     @classmethod
-    def nothing(cls) -> Stack:
-        """Of a model that was not cut."""
+    def empty(cls) -> Stack:
+        """Return the stack of a model that is not truncated."""
         return cls("", 0, 0, 1, 0, 0)
 
     @property
-    def steps_beyond(self) -> float:
-        """How many times the difference of the two lies between the longer one and the whole."""
-        return (self.length - self.longer) / (self.longer - self.short) if self.longer > self.short else 0.0
+    def steps_past_long(self) -> float:
+        """Return the distance from the long stack to the whole one, in steps from the short stack to the long one."""
+        return (self.length - self.long) / (self.long - self.short) if self.long > self.short else 0.0
 
-    def stand_in(self, place: int) -> int:
-        """The block of the longer stack that is like a block of the whole: an inner one for an inner one."""
-        if place in (0, self.length - 1) or place < self.first:
-            return min(self.longer - 1, place)
-        inner = range(self.longer - 2, 0, -1)
-        return next((other for other in inner if (other - place) % self.period == 0), self.longer - 1)
+    def extrapolate(self, short: float, long: float) -> float:
+        """Return a figure of the whole stack from the figures of the short and the long one."""
+        return long + (long - short) * self.steps_past_long
 
-    def share(self, short: float, longer: float) -> float:
-        """A figure of the whole stack from those of the two short ones."""
-        return longer + (longer - short) * self.steps_beyond
+    def layer_of(self, region: str) -> int | None:
+        """Return a region's number in this stack; None if it is not one of its layers.
+
+        The empty stack has none, though regions of a model that is a stack itself (`0`, `1`) lie in no named container.
+        """
+        container, _, number = region.rpartition(".")
+        return int(number) if self.length and container == self.name and number.isdigit() else None
+
+    def representative(self, layer: int) -> int:
+        """Return the layer of the long stack that is like a layer of the whole one: an inner one for an inner one."""
+        if layer in (0, self.length - 1) or layer < self.prefix:
+            return min(self.long - 1, layer)
+        inner = range(self.long - 2, 0, -1)
+        return next((other for other in inner if (other - layer) % self.period == 0), self.long - 1)
 
 
 def find_stack(model: nn.Module) -> Stack | None:
-    """The stack with most weights, if it is long enough to be cut."""
-    blocks: dict[str, list[nn.Module]] = collections.defaultdict(list)
+    """Return the stack with the most weights, if it is long enough to be truncated."""
+    stacks: dict[str, list[nn.Module]] = collections.defaultdict(list)
     for region in find_regions(model):
-        blocks[region.name.rpartition(".")[0]].append(region.module)
-    name = max(blocks, key=lambda stack: sum(p.numel() for block in blocks[stack] for p in block.parameters()))
+        stacks[region.name.rpartition(".")[0]].append(region.module)
+    name = max(stacks, key=lambda stack: sum(p.numel() for layer in stacks[stack] for p in layer.parameters()))
     container = model.get_submodule(name)
-    if not isinstance(container, nn.ModuleList) or len(container) != len(blocks[name]):
+    if not isinstance(container, nn.ModuleList) or len(container) != len(stacks[name]):
         return None
-    first, period = _pattern([_form(block) for block in blocks[name]])
-    length = len(blocks[name])
-    rest = (length - first) % period
-    short = first + rest + period
+    prefix, period = _find_pattern([_form(layer) for layer in stacks[name]])
+    length = len(stacks[name])
+    rest = (length - prefix) % period
+    short = prefix + rest + period
     while short < _LEAST:
         short += period
-    longer = short + max(period, _LEAST)
-    return Stack(name, length, first, period, short, longer) if longer < length else None
+    long = short + max(period, _LEAST)
+    return Stack(name, length, prefix, period, short, long) if long < length else None
 
 
-def shorten(model: nn.Module, stack: Stack, count: int) -> None:
-    """Keep the first `count` blocks, which end as the whole stack does."""
+def truncate(model: nn.Module, stack: Stack, count: int) -> None:
+    """Keep the first `count` layers of a stack: `stack.short` and `stack.long` of them end as the whole stack does."""
     container = model.get_submodule(stack.name)
     del container[count:]  # type: ignore[operator]
 
 
-def _pattern(forms: list[Hashable]) -> tuple[int, int]:
-    """The shortest beginning and period: from the beginning on, every form is that of one period before."""
+def _find_pattern(forms: list[Hashable]) -> tuple[int, int]:
+    """Return the shortest prefix and period: after the prefix, every form is the same as one period before it."""
     count = len(forms)
     best = (count, 1)
     for period in range(1, count + 1):
-        first = count
-        while first > period and forms[first - 1] == forms[first - 1 - period]:
-            first -= 1
-        first = 0 if first <= period else first - period
-        if first + period < sum(best):
-            best = (first, period)
+        prefix = count
+        while prefix > period and forms[prefix - 1] == forms[prefix - 1 - period]:
+            prefix -= 1
+        prefix = 0 if prefix <= period else prefix - period
+        if prefix + period < sum(best):
+            best = (prefix, period)
     return best
 
 
-def _form(block: nn.Module) -> Hashable:
-    """What a block is made of, whatever its place."""
-    return tuple((name, type(module), _shapes(module), _settings(module)) for name, module in block.named_modules())
+def _form(layer: nn.Module) -> Hashable:
+    """Describe what a layer is made of, whatever its place in the stack."""
+    return tuple((name, type(module), _shapes(module), _settings(module)) for name, module in layer.named_modules())
 
 
 def _shapes(module: nn.Module) -> Hashable:
@@ -121,112 +132,120 @@ def _settings(module: nn.Module) -> Hashable:
     return tuple(sorted((name, repr(value)) for name, value in vars(module).items() if is_setting(name, value)))
 
 
-_Place = tuple[str, str, str, int]
-"""A phase, a block or a stack; and for a block of the stack that was cut, the nearer end and how far it is."""
+class _Place(NamedTuple):
+    """A place of the step that models of any length have."""
+
+    phase: str
+    region: str
+    """A region; for a layer of the truncated stack, the stack."""
+    end: str = ""
+    """The nearer end of the truncated stack, `first` or `last`; empty for everything else."""
+    distance: int = 0
+    """How many layers lie between it and that end."""
 
 
 class Extrapolation:
-    """A model whose stack was cut to two lengths, and simulated."""
+    """A model's memory, from recordings of the model with its stack truncated to two lengths."""
 
-    def __init__(self, names: list[str], stack: Stack, short: Recording, longer: Recording) -> None:
+    def __init__(self, names: list[str], stack: Stack, short: Recording, long: Recording) -> None:
         self.names = names
+        """The regions of the whole model."""
         self.stack = stack
         self.short = short
-        self.longer = longer
-        self._few = _places(short, stack, stack.short)
-        self._many = _places(longer, stack, stack.longer)
+        self.long = long
+        self._short_peaks = _peaks_by_place(short, stack, stack.short)
+        self._long_peaks = _peaks_by_place(long, stack, stack.long)
 
     @classmethod
     def exact(cls, names: list[str], recording: Recording) -> Extrapolation:
-        """A model that was simulated as it is."""
-        return cls(names, Stack.nothing(), recording, recording)
+        """Wrap a recording of the whole model, of which nothing is extrapolated."""
+        return cls(names, Stack.empty(), recording, recording)
 
-    def highest(self) -> tuple[int, Moment, dict[str, int]]:
-        """The peak, the moment of it in the whole model, and the owners there."""
-        peaks = {place: self._carried(place) for place in self._many}
+    def step_peak(self) -> tuple[int, Moment, dict[str, int]]:
+        """Return the whole model's peak: its bytes, its moment, and the bytes by kind of owner."""
+        peaks = {place: self._extrapolated_peak(place) for place in self._long_peaks}
         place = max(peaks, key=lambda key: peaks[key])
         return round(peaks[place]), self._moment(place), self._owners(place)
 
-    def _moment(self, place: _Place) -> Moment:
-        phase, block, end, distance = place
-        if not end:
-            return Moment(phase, block)
-        return Moment(phase, f"{block}.{distance if end == 'first' else self.stack.length - 1 - distance}")
+    def phase_peak(self, phase: str, region: str = "") -> int:
+        """Return the most bytes in a phase of a region of the whole model.
 
-    def peak(self, phase: str, region: str) -> int:
-        """The most bytes in a phase of a region of the whole model; of inner blocks, in proportion.
-
-        The phase "between" is from the last region's forward to the first one's backward.
+        Between the layers that were recorded, the bytes are interpolated. The phase `between` is from the last region's
+        forward to the first one's backward; it and `optimizer` have no region.
         """
         if phase == "between":
-            return max(self._outside("forward"), self._outside("backward"))
+            return max(self._peak_at(_Place("forward", "")), self._peak_at(_Place("backward", "")))
         if phase == "optimizer":
-            return self._outside("optimizer")
-        container, _, number = region.rpartition(".")
-        if container != self.stack.name:
-            place = (phase, region, "", 0)
-            return round(self._carried(place)) if place in self._many else 0
-        return round(self._at(phase, int(number)))
+            return self._peak_at(_Place("optimizer", ""))
+        layer = self.stack.layer_of(region)
+        return self._peak_at(_Place(phase, region)) if layer is None else round(self._interpolated_peak(phase, layer))
 
-    def stand_in(self, region: str) -> str:
-        """The region of the longer model that is like a region of the whole one."""
-        container, _, number = region.rpartition(".")
-        return f"{container}.{self.stack.stand_in(int(number))}" if container == self.stack.name else region
+    def representative(self, region: str) -> str:
+        """Return the region of the long model that is like a region of the whole one."""
+        layer = self.stack.layer_of(region)
+        return region if layer is None else f"{self.stack.name}.{self.stack.representative(layer)}"
 
-    def _outside(self, phase: str) -> int:
-        place = (phase, "", "", 0)
-        return round(self._carried(place)) if place in self._many else 0
+    def _peak_at(self, place: _Place) -> int:
+        return round(self._extrapolated_peak(place)) if place in self._long_peaks else 0
 
-    def _at(self, phase: str, number: int) -> float:
+    def _interpolated_peak(self, phase: str, layer: int) -> float:
         known = {
-            (distance if end == "first" else self.stack.length - 1 - distance): self._carried(place)
-            for place in self._many
-            for kind, container, end, distance in [place]
-            if (kind, container) == (phase, self.stack.name)
+            self._layer(place): self._extrapolated_peak(place)
+            for place in self._long_peaks
+            if (place.phase, place.region) == (phase, self.stack.name)
         }
         if not known:
             return 0.0
-        before = max((place for place in known if place <= number), default=min(known))
-        after = min((place for place in known if place >= number), default=max(known))
+        before = max((other for other in known if other <= layer), default=min(known))
+        after = min((other for other in known if other >= layer), default=max(known))
         if before == after:
             return known[before]
-        return known[before] + (known[after] - known[before]) * (number - before) / (after - before)
+        return known[before] + (known[after] - known[before]) * (layer - before) / (after - before)
 
-    def _carried(self, place: _Place) -> float:
-        return self._many[place][0] + self.stack.steps_beyond * self._growth(place)
+    def _extrapolated_peak(self, place: _Place) -> float:
+        return self._long_peaks[place][0] + self.stack.steps_past_long * self._growth(place)
 
     def _growth(self, place: _Place) -> int:
-        """How much a place grew from the shorter stack to the longer one."""
-        known = self._nearest(place)
-        return self._many[known][0] - self._few[known][0] if known is not None else 0
+        """Return how much a place grew from the short stack to the long one."""
+        known = self._nearest_in_both(place)
+        return self._long_peaks[known][0] - self._short_peaks[known][0] if known is not None else 0
 
     def _owners(self, place: _Place) -> dict[str, int]:
-        owners = owners_at(self.longer, self._many[place][1])
-        known = self._nearest(place)
+        owners = owners_at(self.long, self._long_peaks[place][1])
+        known = self._nearest_in_both(place)
         if known is None:
             return owners
-        more, less = owners_at(self.longer, self._many[known][1]), owners_at(self.short, self._few[known][1])
-        steps = self.stack.steps_beyond
+        more, less = (
+            owners_at(self.long, self._long_peaks[known][1]),
+            owners_at(self.short, self._short_peaks[known][1]),
+        )
+        steps = self.stack.steps_past_long
         return {kind: size + round(steps * (more.get(kind, 0) - less.get(kind, 0))) for kind, size in owners.items()}
 
-    def _nearest(self, place: _Place) -> _Place | None:
-        """The place itself, or the one next to it towards the end of the stack, that both recordings have."""
-        phase, block, end, distance = place
-        outward = ((phase, block, end, candidate) for candidate in range(distance, -1, -1))
-        other = ((phase, block, side, 0) for side in ("first", "last"))
-        both = (candidate for candidate in (*outward, *other) if candidate in self._few and candidate in self._many)
-        return next(both, None)
+    def _nearest_in_both(self, place: _Place) -> _Place | None:
+        """Return the place that both recordings have: itself, or the nearest one towards the end of the stack."""
+        towards_end = (place._replace(distance=distance) for distance in range(place.distance, -1, -1))
+        ends = (place._replace(end=end, distance=0) for end in ("first", "last"))
+        candidates = (*towards_end, *ends)
+        return next((other for other in candidates if other in self._short_peaks and other in self._long_peaks), None)
+
+    def _moment(self, place: _Place) -> Moment:
+        return Moment(place.phase, f"{place.region}.{self._layer(place)}" if place.end else place.region)
+
+    def _layer(self, place: _Place) -> int:
+        """Return the number that a place of the truncated stack has in the whole one."""
+        return place.distance if place.end == "first" else self.stack.length - 1 - place.distance
 
 
-def _places(recording: Recording, stack: Stack, count: int) -> dict[_Place, tuple[int, Moment]]:
-    return {_place(moment, stack, count): (size, moment) for moment, size in peaks_by_moment(recording).items()}
+def _peaks_by_place(recording: Recording, stack: Stack, count: int) -> dict[_Place, tuple[int, Moment]]:
+    return {_place_of(moment, stack, count): (size, moment) for moment, size in peaks_by_moment(recording).items()}
 
 
-def _place(moment: Moment, stack: Stack, count: int) -> _Place:
-    container, _, number = moment.region.rpartition(".")
-    if container != stack.name or not number.isdigit():
-        return moment.phase, moment.region, "", 0
-    from_end = count - 1 - int(number)
-    if int(number) <= from_end:
-        return moment.phase, container, "first", int(number)
-    return moment.phase, container, "last", from_end
+def _place_of(moment: Moment, stack: Stack, count: int) -> _Place:
+    layer = stack.layer_of(moment.region)
+    if layer is None:
+        return _Place(moment.phase, moment.region)
+    from_end = count - 1 - layer
+    if layer <= from_end:
+        return _Place(moment.phase, stack.name, "first", layer)
+    return _Place(moment.phase, stack.name, "last", from_end)

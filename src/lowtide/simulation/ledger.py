@@ -1,8 +1,9 @@
-"""The storage-lifetime ledger: every byte of a simulated step, from its first operation to its last reference.
+"""Records every byte of a simulated step, from the operation that makes it to its last reference.
 
-A dispatch mode sees each operation's results. A storage that it has not seen before is an allocation; a finalizer on
-the storage is its release. What is written down is a list of events, in order; peaks, owners, the timeline and the
-bytes that a caching allocator would reserve are all read out of that list afterwards.
+The ledger is a dispatch mode and sees each operation's results. A storage that it has not seen before is an allocation;
+a finalizer on the storage is its release. It writes a list of events, in order; peaks, owners, the timeline and the
+bytes that a caching allocator would reserve are all read out of that list afterwards. Each operation's cost goes to the
+virtual clock as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lowtide.recording import Event, Moment, Owner, tensors_in, tensors_of
 from lowtide.simulation import values
 from lowtide.simulation.attention import workspace_of
 from lowtide.simulation.costs import cost_of
-from lowtide.simulation.meta_tensors import Shapes
+from lowtide.simulation.meta_tensors import MetaKernels
 
 if TYPE_CHECKING:
     from lowtide.hardware.accelerators import Rates
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records a step. `rounding` is the unit of the allocator; host memory is counted to the byte."""
+    """Records a step. `rounding` is the allocator's unit; host memory is counted to the byte."""
 
     def __init__(self, clock: Clock, rates: Rates, device: torch.device, rounding: int = 512) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -38,40 +39,44 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.operations = 0
         self.phase = "build"
-        self.blocks: list[str] = [""]
+        self.regions: list[str] = [""]
+        """The regions that run now, the innermost last; `""` is outside all regions."""
         self.logits_width = 0
+        """The last dimension by which logits are recognised; 0 if the model has none."""
         self.stored_as: dict[int, int] = {}
-        """Bytes of weights that are kept in another form (4 bits, a shard), by storage."""
+        """The bytes of weights that are kept in a different form (4 bits, a shard), by storage."""
         self.quantized: set[int] = set()
-        """Those of them that are unpacked for every product."""
-        self._shapes = Shapes()
+        """The storages of those weights that are unpacked for every product."""
+        self._kernels = MetaKernels()
         self._numbers = itertools.count()
         self._known: dict[int, tuple[int, int, str, Owner]] = {}
 
     @property
     def moment(self) -> Moment:
-        return Moment(self.phase, self.blocks[-1])
+        """Return where the step is now."""
+        return Moment(self.phase, self.regions[-1])
 
-    def claim(self, tensor: torch.Tensor, kind: str, block: str | None = None) -> None:
-        """Say whose a tensor is; it is counted from now on if it was not before."""
-        owner = Owner(kind, self.moment.region if block is None else block)
-        cdata = storage_key(tensor.untyped_storage())
-        if cdata not in self._known:
+    def claim(self, tensor: torch.Tensor, kind: str, region: str | None = None) -> None:
+        """Say whose a tensor is. It is counted from now on if it was not before."""
+        owner = Owner(kind, self.moment.region if region is None else region)
+        key = storage_key(tensor.untyped_storage())
+        if key not in self._known:
             self._allocate(tensor, owner)
             return
-        number, size, place, _ = self._known[cdata]
-        self._known[cdata] = (number, size, place, owner)
+        number, size, place, _ = self._known[key]
+        self._known[key] = (number, size, place, owner)
         self._write(0, number, place, owner)
 
-    def waive(self, tensor: torch.Tensor) -> None:
-        """Its memory is counted elsewhere."""
-        number, size, place, owner = self._known[storage_key(tensor.untyped_storage())]
-        self._known[storage_key(tensor.untyped_storage())] = (number, 0, place, owner)
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Stop counting a tensor whose memory is counted elsewhere."""
+        key = storage_key(tensor.untyped_storage())
+        number, size, place, owner = self._known[key]
+        self._known[key] = (number, 0, place, owner)
         self._write(-size, number, place, owner)
 
-    def hold(self, nbytes: int, kind: str, block: str | None = None) -> _Release:
-        """Bytes that no tensor stands for (a workspace, a bucket, gathered weights), until the result is called."""
-        owner = Owner(kind, self.moment.region if block is None else block)
+    def hold(self, nbytes: int, kind: str, region: str | None = None) -> _Release:
+        """Count bytes that no tensor has (a workspace, a bucket, gathered weights) until the result is called."""
+        owner = Owner(kind, self.moment.region if region is None else region)
         number = next(self._numbers)
         size = self._rounded(nbytes)
         self._write(size, number, "device", owner)
@@ -79,7 +84,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks. Nothing is compiled here, and keeping its compiler out would cost a call per operation."""
+        """Answer torch. Nothing is compiled here, and to skip its compiler would cost a call per operation."""
         return False
 
     def __torch_dispatch__(
@@ -92,7 +97,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator_of(func) is torch.ops.aten.record_stream:
             return None  # a hint to the allocator, which the engine gives only off the compute stream
         inputs = tensors_of(args, kwargs)
-        out = values.run(func, args, kwargs, inputs, self._shapes)
+        out = values.run_operation(func, args, kwargs, inputs, self._kernels)
         results = tensors_in((out,))
         for tensor in results:
             if storage_key(tensor.untyped_storage()) not in self._known:
@@ -110,16 +115,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _allocate(self, tensor: torch.Tensor, owner: Owner) -> None:
         storage = tensor.untyped_storage()
+        key = storage_key(storage)
         place = "device" if tensor.device.type == self.device.type else "host"
-        nbytes = self.stored_as.get(storage_key(storage), storage.nbytes())
+        nbytes = self.stored_as.get(key, storage.nbytes())
         size = self._rounded(nbytes) if place == "device" else nbytes
         number = next(self._numbers)
-        self._known[storage_key(storage)] = (number, size, place, owner)
-        weakref.finalize(storage, self._release, storage_key(storage)).atexit = False
+        self._known[key] = (number, size, place, owner)
+        weakref.finalize(storage, self._release, key).atexit = False
         self._write(size, number, place, owner)
 
-    def _release(self, cdata: int) -> None:
-        number, size, place, owner = self._known.pop(cdata)
+    def _release(self, key: int) -> None:
+        number, size, place, owner = self._known.pop(key)
         self._write(-size, number, place, owner)
 
     def _write(self, change: int, number: int, place: str, owner: Owner) -> None:
@@ -132,7 +138,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if cost.direction is not None:
             self.clock.copy(cost.nbytes, cost.direction, blocking=cost.blocking)
         elif cost.nbytes:
-            self.clock.kernel(self.rates.seconds(cost), cost.kind)
+            self.clock.kernel(cost.seconds(self.rates), cost.kind)
 
 
 class _Release:

@@ -1,15 +1,15 @@
-"""Optimizers of a simulated step that torch has no blank kernels for.
-
-What engines do to weights, gradients and the optimizer's states, in bytes and in traffic.
+"""Models training engines: what they do to weights, gradients and the optimizer's states, in bytes and in traffic.
 
 DDP keeps all of them on every rank, and a second copy of the gradients in its buckets. ZeRO-1 shards the optimizer's
 states, ZeRO-2 the gradients too, ZeRO-3 and FSDP2 the weights as well: a region's weights are gathered while it runs
-(and the next one's ahead of time), its gradients exist until they are reduced, and what is outside of all regions
+(and the next one's ahead of time), its gradients exist until they are reduced, and what is outside all regions
 (embeddings, head) stays gathered from forward to the end of backward, as FSDP2's root does.
 
-Traffic has a lane of its own beside compute. A region's gradients are sent when its backward is over, each once, and
-the optimizer waits for the last of them. DDP sums them on all ranks (two rounds); where the optimizer's states are
-sharded, each rank gets its share (one round), and ZeRO-1 and -2 gather the new weights after the optimizer's step.
+Traffic has its own stream beside compute. A region's gradients are sent when its backward is over, each once, and the
+optimizer waits for the last of them. DDP sums them on all ranks (two rounds); where the optimizer's states are sharded,
+each rank gets its share (one round), and ZeRO-1 and -2 gather the new weights after the optimizer's step.
+
+`FusedAdamW` models the fused and the 8-bit AdamW, for which torch has no meta kernels.
 """
 
 from __future__ import annotations
@@ -31,45 +31,26 @@ if TYPE_CHECKING:
     from lowtide.targets.job import Job
 
 
-class FusedAdamW(torch.optim.Optimizer):
-    """AdamW as one kernel over all weights: two states per weight, in eight bits or as wide as the weight."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], state_dtype: torch.dtype | None = None) -> None:
-        super().__init__(parameters, {})
-        for parameter in parameters:
-            dtype = state_dtype or parameter.dtype
-            self.state[parameter] = {
-                name: torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-                for name in ("exp_avg", "exp_avg_sq")
-            }
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Every weight, gradient and state is read, and all but the gradient are written."""
-        with torch.no_grad():
-            for parameter, state in self.state.items():
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad)
-                    for tensor in state.values():
-                        tensor.copy_(tensor)
-
-
 BYTES_OF_4BIT = 0.5 + 4 / 64
-"""Per weight: half a byte, and a float32 scale for every 64 weights (bitsandbytes' NF4 without double quantization)."""
+"""Bytes per quantized weight: half a byte, and a float32 scale for every 64 weights.
+
+That is bitsandbytes' NF4 without double quantization.
+"""
 
 
 class Parallel:
-    """One rank's share of the model. The regions' hooks tell it where the step is."""
+    """One rank's share of the model under the job's engine. The region tracker tells it where the step is."""
 
     def __init__(self, model: nn.Module, job: Job, ledger: Ledger, accelerator: Accelerator | None) -> None:
         self._model = model
         self._job = job
         self._ledger = ledger
         self._network = accelerator.network if accelerator else math.inf
-        self._lane = Stream(ledger.clock)
+        self._traffic = Stream(ledger.clock)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         regions = find_regions(model)
-        self._of_region = {region.name: list(region.module.parameters()) for region in regions}
-        inside = {id(parameter) for parameters in self._of_region.values() for parameter in parameters}
+        self._parameters = {region.name: list(region.module.parameters()) for region in regions}
+        inside = {id(parameter) for parameters in self._parameters.values() for parameter in parameters}
         self._outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
         self._order = [region.name for region in regions]
         self._gathered: dict[str, tuple[Any, float]] = {}
@@ -77,34 +58,34 @@ class Parallel:
         self._sent: set[int] = set()
 
     def claim_weights(self) -> None:
-        """Count weights in the form in which they are kept."""
+        """Count weights in the form in which the engine keeps them."""
         ranks = self._job.ranks if self._job.shards_weights else 1
         for name, module in self._model.named_modules():
             for parameter in parameters_of(module).values():
                 if parameter is not None:
                     self._store_as(parameter, _is_quantized(name, module, parameter, self._job), ranks)
-                    self._ledger.claim(parameter, "weights", self._block_of(name))
+                    self._ledger.claim(parameter, "weights", self._region_of(name))
         for buffer in self._model.buffers():
             self._ledger.claim(buffer, "weights", "")
         if self._job.engine == "ddp":
             self._ledger.hold(sum(parameter.nbytes for parameter in self._trained), "communication", "")
 
     def _store_as(self, parameter: torch.Tensor, quantized: bool, ranks: int) -> None:
-        cdata = storage_key(parameter.untyped_storage())
+        key = storage_key(parameter.untyped_storage())
         if quantized:
-            self._ledger.quantized.add(cdata)
-            self._ledger.stored_as[cdata] = math.ceil(parameter.numel() * BYTES_OF_4BIT)
+            self._ledger.quantized.add(key)
+            self._ledger.stored_as[key] = math.ceil(parameter.numel() * BYTES_OF_4BIT)
         elif ranks > 1:
-            self._ledger.stored_as[cdata] = -(-parameter.nbytes // ranks)
+            self._ledger.stored_as[key] = -(-parameter.nbytes // ranks)
 
-    def _block_of(self, name: str) -> str:
-        return next((block for block in self._order if name == block or name.startswith(f"{block}.")), "")
+    def _region_of(self, module: str) -> str:
+        return next((region for region in self._order if module == region or module.startswith(f"{region}.")), "")
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over this rank's share, with its states in place."""
+        """Make the optimizer over this rank's share, with its states in place."""
         self._ledger.phase = "optimizer"
         with self._ledger:
-            parameters = self._share()
+            parameters = self._optimized_parameters()
             optimizer = self._new_optimizer(parameters)
             if self._job.optimizer == "adamw_foreach":
                 for parameter in parameters:
@@ -120,8 +101,8 @@ class Parallel:
             return torch.optim.SGD(parameters, lr=1e-4, foreach=False)
         return FusedAdamW(parameters, torch.uint8 if self._job.optimizer == "adamw8bit" else None)
 
-    def _share(self) -> list[torch.nn.Parameter]:
-        """What the optimizer works on: the weights, their shards, or float32 masters of either."""
+    def _optimized_parameters(self) -> list[torch.nn.Parameter]:
+        """Return what the optimizer works on: the weights, their shards, or float32 masters of either."""
         if not self._job.shards_optimizer and not self._job.masters:
             return self._trained
         ranks = self._job.ranks if self._job.shards_optimizer else 1
@@ -129,62 +110,63 @@ class Parallel:
             dtype = torch.float32 if self._job.masters else parameter.dtype
             share = torch.empty(-(-parameter.numel() // ranks), dtype=dtype, device=parameter.device)
             if dtype is parameter.dtype:
-                self._ledger.waive(share)  # the weights' own memory, or a part of it
+                self._ledger.exclude(share)  # the weights' own memory, or a part of it
             self._shares.append(torch.nn.Parameter(share))
         return self._shares
 
     def begin_forward(self) -> None:
+        """Gather the weights outside all regions."""
         if self._job.shards_weights:
             self._gather("", self._outside)
 
     def enter(self, name: str, phase: str) -> None:
-        """A region is about to run."""
+        """Gather the weights of a region that is about to run, and begin with those of the next."""
         if not self._job.shards_weights:
             return
-        self._gather(name, self._of_region[name])
+        self._gather(name, self._parameters[name])
         self._ledger.clock.compute.time = max(self._ledger.clock.compute.time, self._gathered[name][1])
         step = 1 if phase == "forward" else -1
         place = self._order.index(name) + step
         if 0 <= place < len(self._order):
-            self._gather(self._order[place], self._of_region[self._order[place]])
+            self._gather(self._order[place], self._parameters[self._order[place]])
 
     def leave(self, name: str, phase: str) -> None:
-        """A region has run: its weights go, and in backward its gradients are reduced."""
+        """Free the gathered weights of a region that has run, and in backward reduce its gradients."""
         is_last = name == self._order[-1]
         if phase == "forward" and is_last:
-            return  # backward needs it first
-        self._let_go(name)
+            return  # backward needs its weights first
+        self._free(name)
         if phase == "backward":
-            self._reduce(self._of_region[name])
+            self._reduce(self._parameters[name])
 
     def end_backward(self) -> None:
-        """What is left is reduced, and compute waits for all that was sent."""
+        """Reduce the remaining gradients, and let compute wait for all traffic."""
         for name in list(self._gathered):
-            self._let_go(name)
+            self._free(name)
         self._reduce(self._trained)
-        self._ledger.clock.compute.wait_stream(self._lane)
+        self._ledger.clock.compute.wait_stream(self._traffic)
 
     def end_step(self) -> None:
-        """The gradients die with the optimizer's step; ranks that hold whole weights exchange the new ones."""
+        """Free the gradients after the optimizer's step; ranks that hold whole weights exchange the new ones."""
         for parameter in (*self._trained, *self._shares):
             parameter.grad = None
         if self._job.shards_optimizer and not self._job.shards_weights:
             self._send(sum(parameter.nbytes for parameter in self._trained))
-            self._ledger.clock.compute.wait_stream(self._lane)
+            self._ledger.clock.compute.wait_stream(self._traffic)
 
     def _gather(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
         if name in self._gathered:
             return
         nbytes = sum(parameter.nbytes for parameter in parameters)
         self._send(nbytes)
-        self._gathered[name] = (self._ledger.hold(nbytes, "communication", name), self._lane.time)
+        self._gathered[name] = (self._ledger.hold(nbytes, "communication", name), self._traffic.time)
 
-    def _let_go(self, name: str) -> None:
+    def _free(self, name: str) -> None:
         if name in self._gathered:
             self._gathered.pop(name)[0]()
 
     def _reduce(self, parameters: list[Any]) -> None:
-        """Gradients are summed over ranks; a share of them becomes the optimizer's."""
+        """Sum gradients over the ranks, and hand the optimizer its share of them."""
         done = [parameter for parameter in parameters if parameter.grad is not None]
         for parameter in done:
             self._ledger.claim(parameter.grad, "gradients")
@@ -193,30 +175,55 @@ class Parallel:
             self._sent.update(map(id, new))
             self._send(sum(parameter.grad.nbytes for parameter in new), 1 if self._job.shards_optimizer else 2)
         if self._shares:
-            self._hand_over(done)
+            self._hand_to_optimizer(done)
 
     def _send(self, nbytes: int, rounds: int = 1) -> None:
-        """A gather or a reduce-scatter is one round of all but a rank's own share; an all-reduce is both."""
+        """Put traffic on its stream.
+
+        A gather or a reduce-scatter is one round of all but a rank's own share; an all-reduce is both.
+        """
         if nbytes:
             seconds = rounds * nbytes * (1 - 1 / self._job.ranks) / self._network
-            self._lane.time = max(self._lane.time, self._ledger.clock.compute.time) + seconds
+            self._traffic.time = max(self._traffic.time, self._ledger.clock.compute.time) + seconds
 
-    def _hand_over(self, parameters: list[Any]) -> None:
+    def _hand_to_optimizer(self, parameters: list[Any]) -> None:
         share_of = {id(parameter): share for parameter, share in zip(self._trained, self._shares, strict=True)}
         for parameter in parameters:
             share = share_of[id(parameter)]
             if share.grad is None:
                 share.grad = torch.empty_like(share)
                 if share.dtype is parameter.dtype and not self._job.shards_gradients:
-                    self._ledger.waive(share.grad)
+                    self._ledger.exclude(share.grad)
                 self._ledger.claim(share.grad, "gradients")
             if self._job.shards_gradients:
                 parameter.grad = None
 
 
 def _is_quantized(name: str, module: nn.Module, parameter: torch.Tensor, job: Job) -> bool:
-    """bitsandbytes quantizes the weights of linear layers, but not the head's, nor adapters."""
+    """Return whether bitsandbytes quantizes a weight: those of linear layers, but not the head's, nor adapters'."""
     if job.base != "4bit" or parameter.requires_grad or parameter.dim() != 2:  # noqa: PLR2004
         return False
     is_linear = type(module).__name__ == "Linear"
     return is_linear and "lora_" not in name and not name.endswith("lm_head")
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW as one kernel over all weights, with two states per weight: in eight bits, or as wide as the weight."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], state_dtype: torch.dtype | None = None) -> None:
+        super().__init__(parameters, {})
+        for parameter in parameters:
+            dtype = state_dtype or parameter.dtype
+            self.state[parameter] = {
+                name: torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+                for name in ("exp_avg", "exp_avg_sq")
+            }
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Read every weight, gradient and state, and write all but the gradients, as the fused kernel does."""
+        with torch.no_grad():
+            for parameter, state in self.state.items():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad)
+                    for tensor in state.values():
+                        tensor.copy_(tensor)

@@ -1,4 +1,4 @@
-"""The user's side of the planning process."""
+"""The user's side of the worker process: starts it, asks it, and ends it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide import errors
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, by_name
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class SimulatorProcess:
-    """A `Simulator` in a process of its own. Leaving the context ends it, however it is left."""
+    """A `Simulator` in a separate process. Leaving the context ends the process, after an error too."""
 
     def __init__(self, target: Target, job: Job, accelerator: Accelerator) -> None:
         self._opening = (target, job, accelerator)
-        self._facts: ModelSummary | None = None
+        self._summary: ModelSummary | None = None
 
     def __enter__(self) -> Self:
-        self._errors = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lowtide.simulation.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=self._stderr,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path()), "CUDA_VISIBLE_DEVICES": ""},
         )
         return self
@@ -48,19 +47,19 @@ class SimulatorProcess:
     ) -> None:
         self._process.kill()
         self._process.communicate()
-        self._errors.close()
+        self._stderr.close()
 
     def change_job(self, job: Job) -> None:
-        """The same model with another job: the process stays."""
+        """Simulate a different job of the same model from now on; the process stays."""
         target, _, accelerator = self._opening
         self._opening = (target, job, accelerator)
-        self._facts = None
+        self._summary = None
 
     @property
     def summary(self) -> ModelSummary:
-        if self._facts is None:
-            self._facts = self._ask("open", self._opening)
-        return self._facts
+        if self._summary is None:
+            self._summary = self._ask("open", self._opening)
+        return self._summary
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
         _ = self.summary
@@ -78,26 +77,26 @@ class SimulatorProcess:
             self._process.stdin.flush()
             status, content = pickle.load(self._process.stdout)  # noqa: S301  (from our own child)
         except (EOFError, BrokenPipeError) as error:
-            raise PlanError(f"the planning process died{self._last_words()}") from error
+            raise PlanError(f"the planning process died{self._exit_reason()}") from error
         if status == "refused":
             kind, message = content
-            raise getattr(errors, kind, PlanError)(message)
+            raise by_name(kind)(message)
         if status == "failed":
             raise PlanError(f"the step could not be simulated: {content}{self._likely_reason()}")
         return content
 
     def _likely_reason(self) -> str:
         _, job, _ = self._opening
-        too_long = self._facts.too_long(job.tokens) if self._facts is not None else None
+        too_long = self._summary.too_long(job.tokens) if self._summary is not None else None
         return f" ({too_long}: plan for fewer, or ask for the largest batch)" if too_long else ""
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f" with exit code {self._process.returncode}" + (f": {lines[-1]}" if lines else "")
 
 
 def _import_path() -> list[str]:
-    """What the user can import, the planning process can import too."""
+    """Return the module search path with which the worker can import whatever the user's process can."""
     return [entry or str(Path.cwd()) for entry in sys.path]

@@ -1,7 +1,7 @@
-"""What each treatment of a region costs: memory that waits, memory in work, seconds, and bytes over the link.
+"""Costs of each region under each policy: memory while it waits, memory while it runs, seconds, bytes over the link.
 
-Read from recordings of the four uniform policies. What a region holds while others run, and what it needs while it runs
-itself, are told apart by the owners in the ledger; everything else at that moment is the same for all treatments.
+They are read from recordings of the four uniform policies. The owners in the ledger tell what a region holds while
+other regions run from what it needs while it runs itself; everything else at that moment is the same for all policies.
 """
 
 from __future__ import annotations
@@ -16,84 +16,86 @@ if TYPE_CHECKING:
     from lowtide.simulation.step import Recording
 
 REGION_POLICIES = ("none", "recompute", "offload", "recompute+offload")
+"""The policies that a region can have in a plan."""
 
 _OWN = frozenset({"activations", "logits", "workspace"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegionPolicyCost:
-    """Of one region under one treatment."""
+    """What one region costs under one policy."""
 
     waiting: int
     """Bytes on the device from its forward to its backward."""
     forward_bytes: int
     backward_bytes: int
-    """Bytes that it needs while it runs, those that waited included."""
+    """Bytes that it needs while it runs, including those that waited."""
     forward_seconds: float
     backward_seconds: float
-    """With what compute waits for copies, where all regions are treated alike."""
+    """Seconds of compute, including waits for copies where all regions have the same policy."""
     moved: int
     """Bytes that go to the host and come back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegionCosts:
-    """One region of the whole model."""
+    """What one region of the whole model costs under each policy."""
 
     name: str
     forward_base: int
     backward_base: int
-    """Bytes of everything else while it runs, but for what other regions wait with."""
-    treatments: dict[str, RegionPolicyCost]
+    """Bytes of everything else while it runs, without what other regions hold while they wait."""
+    by_policy: dict[str, RegionPolicyCost]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """A step as the solver sees it."""
+    """A training step as the solver sees it."""
 
     regions: list[RegionCosts]
     between_base: int
-    """The most bytes between the last forward and the first backward (the loss), without what regions wait with."""
+    """The most bytes between the last forward and the first backward (the loss), without what regions hold then."""
     after_bytes: int
     """The most bytes after backward (the optimizer)."""
     other_seconds: float
-    """Seconds outside of all regions."""
+    """Seconds outside all regions."""
 
 
-def region_costs(whole: Extrapolation, recordings: dict[str, Recording]) -> StepCosts:
-    """Costs of all regions of the whole model. `recordings` are by treatment, all of the same (shortened) length.
+def region_costs(model: Extrapolation, recordings: dict[str, Recording]) -> StepCosts:
+    """Return the costs of all regions of the whole model. `recordings` are by policy, all of the same (short) length.
 
-    `whole` knows the memory of the untreated model at any region. What is left of it without the region's own bytes,
-    and without what the regions before it wait with, is the base that all treatments share.
+    `model` knows the whole model's memory at any region under the policy `none`. What is left of it without the
+    region's own bytes, and without what the regions before it hold while they wait, is the base that all policies
+    share.
     """
-    readings = {treatment: _Reading(recording) for treatment, recording in recordings.items()}
-    keep = readings["none"]
+    by_policy = {policy: _RegionReader(recording) for policy, recording in recordings.items()}
+    keep = by_policy["none"]
     found: list[RegionCosts] = []
     waiting = 0
-    for name in whole.names:
-        stand_in = whole.stand_in(name)
-        if not keep.ran(stand_in):
-            continue  # a tower without its input: no treatment costs anything
-        costs = {treatment: reading.cost(stand_in) for treatment, reading in readings.items()}
+    for name in model.names:
+        recorded = model.representative(name)
+        if not keep.ran(recorded):
+            continue  # a tower without its input: no policy costs anything
+        costs = {policy: reader.cost(recorded) for policy, reader in by_policy.items()}
         found.append(
             RegionCosts(
                 name=name,
-                forward_base=whole.peak("forward", name) - waiting - costs["none"].forward_bytes,
-                backward_base=whole.peak("backward", name) - waiting - costs["none"].backward_bytes,
-                treatments=costs,
+                forward_base=model.phase_peak("forward", name) - waiting - costs["none"].forward_bytes,
+                backward_base=model.phase_peak("backward", name) - waiting - costs["none"].backward_bytes,
+                by_policy=costs,
             )
         )
         waiting += costs["none"].waiting
     return StepCosts(
         regions=found,
-        between_base=whole.peak("between", "") - waiting,
-        after_bytes=whole.peak("optimizer", ""),
+        between_base=model.phase_peak("between") - waiting,
+        after_bytes=model.phase_peak("optimizer"),
         other_seconds=keep.other_seconds,
     )
 
 
-class _Reading:
-    """One recording, by region."""
+class _RegionReader:
+    """Reads one recording's figures by region."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -135,5 +137,5 @@ class _Reading:
             tally.take(event)
             if position >= self._recording.start and tally.total > most.get(event.moment, 0):
                 most[event.moment] = tally.total
-                block = event.moment.region
-                self._own[event.moment] = sum(tally.by_owner[Owner(kind, block)] for kind in _OWN)
+                region = event.moment.region
+                self._own[event.moment] = sum(tally.by_owner[Owner(kind, region)] for kind in _OWN)

@@ -1,6 +1,6 @@
-"""Runs simulations of one model and job, and keeps what can be used again: recordings of short stacks.
+"""Simulates one model and job under any policy, and keeps the recordings of truncated stacks for further questions.
 
-This is what works in the planning process; the user's process only sees the results.
+A `Simulator` runs in the worker process (`worker`); the user's process has a `SimulatorProcess` and sees the results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowtide.policy import Policy
 from lowtide.policy.rules import joined
 from lowtide.regions import find_head, find_mlps, find_regions
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
-from lowtide.simulation.extrapolation import Extrapolation, find_stack, shorten
+from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
 from lowtide.simulation.region_costs import REGION_POLICIES, region_costs
 from lowtide.simulation.step import simulate
 from lowtide.targets.batches import make_batch, put_on
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSummary:
-    """What is known of a model before anything is simulated."""
+    """What is known about a model before anything is simulated."""
 
     name: str
     model_class: str
     parameters: int
     trained: int
     dtype: str
-    """What most of the weights are in."""
+    """The type of most of the weights."""
     regions: list[str]
     longest: int | None
-    """The longest sequence that the model was made for, if its configuration says so."""
+    """The longest sequence that the model was made for, if its configuration names one."""
     tile_options: list[str]
-    """What of it can run in tiles, as words of a policy; the first is none."""
+    """What can run in tiles, as words of a policy; the first, `""`, tiles nothing."""
 
     def too_long(self, tokens: int | None) -> str | None:
-        """What is to be said of sequences that the model was not made for; it need not be a mistake."""
+        """Return a note about sequences that are longer than the model was made for, which need not be a mistake."""
         if self.longest is None or (tokens or 0) <= self.longest:
             return None
         return f"{tokens} tokens are more than the {self.longest} positions that the model's configuration names"
 
 
 class Simulator:
-    """One model, one job, one accelerator."""
+    """Answers questions about one model, one job and one accelerator by simulating training steps."""
 
     def __init__(self, target: Target, job: Job, accelerator: Accelerator) -> None:
         self._target = target
@@ -75,48 +75,52 @@ class Simulator:
             model_class=_class_name(model),
             parameters=sum(p.numel() for p in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            dtype=_dtype_of(model),
+            dtype=_most_common_dtype(model),
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
-            tile_options=tile_options_of(model),
+            tile_options=find_tile_options(model),
         )
         self._recorded = functools.cache(self._record)
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
-        """A policy's figures; of the whole model at once if `exact`, or if it is too short to be cut."""
+        """Return a policy's figures.
+
+        Every layer is simulated if `exact`, if the stack is too short to be truncated, or if the policy has rules for
+        single regions; otherwise the figures are extrapolated.
+        """
         if exact or self._stack is None or ";" in policy:
             return exact_estimate(policy, self._record(policy, None))
-        return extrapolated_estimate(policy, self._whole(policy))
+        return extrapolated_estimate(policy, self._extrapolation(policy))
 
     def costs(self, tile: str) -> StepCosts:
-        """What the solver needs to know, with this tiling."""
-        policies = {treatment: joined(treatment, tile) for treatment in REGION_POLICIES}
+        """Return what the solver needs to know: each region's costs under each region policy, with this tile option."""
+        policies = {policy: joined(policy, tile) for policy in REGION_POLICIES}
+        length = None if self._stack is None else self._stack.long
+        recordings = {policy: self._recorded(with_tiles, length) for policy, with_tiles in policies.items()}
         if self._stack is None:
-            recordings = {treatment: self._recorded(policy, None) for treatment, policy in policies.items()}
-            keep = recordings["none"]
-            return region_costs(Extrapolation.exact(self._names, keep), recordings)
-        recordings = {treatment: self._recorded(policy, self._stack.longer) for treatment, policy in policies.items()}
-        return region_costs(self._whole(policies["none"]), recordings)
+            return region_costs(Extrapolation.exact(self._names, recordings["none"]), recordings)
+        return region_costs(self._extrapolation(policies["none"]), recordings)
 
-    def _whole(self, policy: str) -> Extrapolation:
+    def _extrapolation(self, policy: str) -> Extrapolation:
         stack = self._stack
         assert stack is not None  # noqa: S101  (asked before)
         return Extrapolation(
-            self._names, stack, self._recorded(policy, stack.short), self._recorded(policy, stack.longer)
+            self._names, stack, self._recorded(policy, stack.short), self._recorded(policy, stack.long)
         )
 
-    def _record(self, policy: str, count: int | None) -> Recording:
+    def _record(self, policy: str, length: int | None) -> Recording:
+        """Simulate one step, with the stack truncated to `length` layers; None keeps them all."""
         model = build(self._target, self._job)
-        if count is not None and self._stack is not None:
-            shorten(model, self._stack, count)
+        if length is not None and self._stack is not None:
+            truncate(model, self._stack, length)
         return simulate(model, self._make_batch, self._job, Policy.parse(policy), self._accelerator)
 
     def _make_batch(self, model: nn.Module, device: torch.device) -> Any:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
 
 
-def tile_options_of(model: nn.Module) -> list[str]:
-    """List what of a model can run in tiles: its loss if it has a head as transformers' models do, and its MLPs."""
+def find_tile_options(model: nn.Module) -> list[str]:
+    """List what can run in tiles: the loss of a model with a head as transformers' models have it, and its MLPs."""
     try:
         has_loss = count_classes(find_head(model).module) > 0
     except NoRegionError:
@@ -126,7 +130,7 @@ def tile_options_of(model: nn.Module) -> list[str]:
     return ["", "tile(loss)", "tile"] if has_loss else ["", "tile(mlp)"]
 
 
-def _dtype_of(model: nn.Module) -> str:
+def _most_common_dtype(model: nn.Module) -> str:
     weights: collections.Counter[torch.dtype] = collections.Counter()
     for parameter in model.parameters():
         weights[parameter.dtype] += parameter.numel()

@@ -1,12 +1,11 @@
-"""Knows which region runs, in forward and in backward, without a place in the graph.
+"""Simulates one training step: the real model and the real engine, without numbers.
 
-In forward, module hooks tell. In backward, a hook on the tensor that a region returned fires when its gradient is
-ready, which is when the region's own backward begins; a hook on the tensor that it was given fires at its end.
+Everything on the simulated device is a meta tensor. The optimizer's states exist before the step begins, as in every
+step of a training run but the first.
 
-One simulated training step: the real model, the real engine, no numbers.
-
-Everything on the simulated device is a tensor of torch's meta device: it has a shape and no memory. The optimizer's
-states exist before the step begins, as in every step of a training run but the first.
+`RegionTracker` tells which region runs, in forward and in backward, without putting nodes into the graph. In forward,
+module hooks tell. In backward, a hook on the tensor that a region returned fires when that tensor's gradient is ready,
+which is when the region's own backward begins; a hook on the tensor that the region was given fires at its end.
 """
 
 from __future__ import annotations
@@ -45,96 +44,21 @@ if TYPE_CHECKING:
     from lowtide.targets.job import Job
 
     MakeBatch = Callable[[nn.Module, torch.device], Any]
-    """Gives what the model is called with: keywords, arguments, or one argument."""
-
-
-class RegionTracker:
-    """Tells the ledger and the engine's model where the step is."""
-
-    def __init__(self, ledger: Ledger, regions: list[Region], parallel: Parallel) -> None:
-        self.ledger = ledger
-        self._regions = regions
-        self._parallel = parallel
-        self._handles: list[Any] = []
-        self._entered = 0.0
-        self.seconds: dict[str, dict[str, float]] = collections.defaultdict(dict)
-
-    def __enter__(self) -> Self:
-        for region in self._regions:
-            name, module = region.name, region.module
-            self._handles.append(module.register_forward_pre_hook(self._on_entry(name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._on_exit(name)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _on_entry(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._parallel.enter(name, "forward")
-            self.ledger.blocks.append(name)
-            self._entered = self.ledger.clock.compute.time
-            tensor = _differentiable((args, kwargs))
-            if tensor is not None:
-                tensor.register_hook(lambda _: self._leave_backward(name))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _on_exit(self, name: str) -> Any:
-        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            self.ledger.blocks.pop()
-            self._note("forward", name)
-            self._parallel.leave(name, "forward")
-            tensor = _differentiable(output)
-            if tensor is not None:
-                tensor.register_hook(lambda _: self._enter_backward(name))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _enter_backward(self, name: str) -> None:
-        if self.ledger.blocks[-1] != name:
-            if self.ledger.blocks[-1]:
-                self._leave_backward(self.ledger.blocks[-1])
-            self.ledger.blocks[:] = [name]
-            self._entered = self.ledger.clock.compute.time
-            self._parallel.enter(name, "backward")
-
-    def _leave_backward(self, name: str) -> None:
-        if self.ledger.blocks[-1] == name:
-            self.ledger.blocks[:] = [""]
-            self._note("backward", name)
-            self._parallel.leave(name, "backward")
-
-    def end_backward(self) -> None:
-        """Backward is over. The first region's may have had no input to tell of its end: frozen embeddings."""
-        if self.ledger.blocks[-1]:
-            self._leave_backward(self.ledger.blocks[-1])
-
-    def _note(self, phase: str, name: str) -> None:
-        so_far = self.seconds[phase].get(name, 0.0)
-        self.seconds[phase][name] = so_far + self.ledger.clock.compute.time - self._entered
-
-
-def _differentiable(tree: Any) -> torch.Tensor | None:
-    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-    return next((tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()), None)
+    """Makes what the model is called with: keywords, arguments, or one argument."""
 
 
 @dataclasses.dataclass
 class Recording:
-    """What a simulated step did."""
+    """What a simulated step did, as events and figures."""
 
     events: list[Event]
     start: int
-    """The first event of the step itself; what is before it was there already."""
+    """The index of the step's first event; earlier events tell what was there already."""
     seconds: float
     busy: dict[str, float]
     """Seconds of work by kind of kernel and by direction of the link."""
     kernels: dict[str, int]
-    """Attention kernels that were picked."""
+    """How often each attention kernel was chosen."""
     operations: int
     stored_bytes: int
     """The most bytes that the offload store held."""
@@ -145,7 +69,7 @@ class Recording:
 
 
 def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
-    """One step of `model` (built on meta) under `policy`."""
+    """Run one step of `model` (built on the meta device) under `policy`, and return its recording."""
     clock = Clock(link_bytes_per_second=accelerator.link_rate)
     attention = Attention(job.attention, has_flash=accelerator.has_flash)
     ledger = Ledger(clock, accelerator.rates, DEVICE)
@@ -163,7 +87,7 @@ def record(
     attention: Attention,
     accelerator: Accelerator | None = None,
 ) -> Recording:
-    """The step itself, inside a simulated device."""
+    """Run the step itself, inside a simulated device."""
     model.train()
     parallel = Parallel(model, job, ledger, accelerator)
     parallel.claim_weights()
@@ -181,7 +105,7 @@ def record(
         start, began = len(ledger.events), ledger.clock.compute.time
         for tensor in tensors_in(pytree.tree_leaves(batch)):
             ledger.claim(tensor, "batch", "")
-        _train(model, batch, tracker, parallel, optimizer)
+        _train(model, batch, ledger, tracker, parallel, optimizer)
         ended = ledger.clock.synchronize()
         report = applied.report()
     return Recording(
@@ -198,12 +122,16 @@ def record(
 
 
 def _train(
-    model: nn.Module, batch: Any, tracker: RegionTracker, parallel: Parallel, optimizer: torch.optim.Optimizer
+    model: nn.Module,
+    batch: Any,
+    ledger: Ledger,
+    tracker: RegionTracker,
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
-    ledger = tracker.ledger
     ledger.phase = "forward"
     parallel.begin_forward()
-    loss = _loss(_called(model, batch))
+    loss = _find_loss(_call(model, batch))
     ledger.phase = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
@@ -215,18 +143,18 @@ def _train(
     parallel.end_step()
 
 
-def _called(model: nn.Module, batch: Any) -> Any:
+def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
-def _loss(output: Any) -> torch.Tensor:
+def _find_loss(output: Any) -> torch.Tensor:
     loss = returned_loss(output)
     if loss is None:
         raise PlanError(
-            "the model returns no loss for this batch (one number: itself, `.loss`, or first in a tuple): plan a "
-            "module that computes its loss"
+            "the model returns no loss for this batch. A loss is one number: the output itself, its `.loss`, or the "
+            "first of a tuple. Plan a module that computes its loss"
         )
     return loss
 
@@ -237,3 +165,79 @@ def _logits_width(model: nn.Module) -> int:
     except NoRegionError:
         return 0
     return int(getattr(head, "out_features", 0) or 0)
+
+
+class RegionTracker:
+    """Hooks on the regions that tell the ledger and the simulated engine where the step is."""
+
+    def __init__(self, ledger: Ledger, regions: list[Region], parallel: Parallel) -> None:
+        self._ledger = ledger
+        self._regions = regions
+        self._parallel = parallel
+        self._handles: list[Any] = []
+        self._entered = 0.0
+        self.seconds: dict[str, dict[str, float]] = collections.defaultdict(dict)
+        """Seconds of compute by phase and region."""
+
+    def __enter__(self) -> Self:
+        for region in self._regions:
+            name, module = region.name, region.module
+            self._handles.append(module.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._post_hook(name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _pre_hook(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._parallel.enter(name, "forward")
+            self._ledger.regions.append(name)
+            self._entered = self._ledger.clock.compute.time
+            tensor = _first_differentiable((args, kwargs))
+            if tensor is not None:
+                tensor.register_hook(lambda _: self._leave_backward(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _post_hook(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            self._ledger.regions.pop()
+            self._add_seconds("forward", name)
+            self._parallel.leave(name, "forward")
+            tensor = _first_differentiable(output)
+            if tensor is not None:
+                tensor.register_hook(lambda _: self._enter_backward(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _enter_backward(self, name: str) -> None:
+        if self._ledger.regions[-1] != name:
+            if self._ledger.regions[-1]:
+                self._leave_backward(self._ledger.regions[-1])
+            self._ledger.regions[:] = [name]
+            self._entered = self._ledger.clock.compute.time
+            self._parallel.enter(name, "backward")
+
+    def _leave_backward(self, name: str) -> None:
+        if self._ledger.regions[-1] == name:
+            self._ledger.regions[:] = [""]
+            self._add_seconds("backward", name)
+            self._parallel.leave(name, "backward")
+
+    def end_backward(self) -> None:
+        """End the region that still runs: with frozen embeddings, the first region has no input to tell of its end."""
+        if self._ledger.regions[-1]:
+            self._leave_backward(self._ledger.regions[-1])
+
+    def _add_seconds(self, phase: str, name: str) -> None:
+        so_far = self.seconds[phase].get(name, 0.0)
+        self.seconds[phase][name] = so_far + self._ledger.clock.compute.time - self._entered
+
+
+def _first_differentiable(tree: Any) -> torch.Tensor | None:
+    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return next((tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()), None)

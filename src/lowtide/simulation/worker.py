@@ -1,7 +1,8 @@
-"""The planning process: `python -m lowtide.simulation.worker`. Its patches, its memory and its mistakes stay its own.
+"""The worker process, `python -m lowtide.simulation.worker`: it simulates for a `SimulatorProcess`.
 
-It reads pickled tasks from its standard input and writes pickled replies to what was its standard output; whatever the
-model's code prints goes to the standard error. It ends when its input does: a killed parent leaves no worker behind.
+Its patches, its memory and its crashes do not reach the user's process. It reads pickled tasks from its standard input
+and writes pickled replies to what was its standard output; whatever the model's code prints goes to standard error. It
+ends when its input does: a killed parent leaves no worker behind.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    """Answer tasks until there are no more."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     tasks = sys.stdin.buffer
     simulator: Simulator | None = None
-    while (task := _next(tasks)) is not None:
+    while (task := _read_task(tasks)) is not None:
         name, arguments = task
         if name == "open":
             simulator = _answer(replies, functools.partial(Simulator, *arguments), operator.attrgetter("summary"))
@@ -38,7 +40,7 @@ def main() -> None:
             _answer(replies, functools.partial(getattr(simulator, name), **arguments), lambda result: result)
 
 
-def _next(tasks: BinaryIO) -> Any:
+def _read_task(tasks: BinaryIO) -> Any:
     try:
         return pickle.load(tasks)  # noqa: S301  (from our own parent)
     except EOFError:
@@ -51,7 +53,7 @@ def _answer(replies: BinaryIO, run: Callable[[], Any], reply: Callable[[Any], An
         answer = ("ok", reply(result))
     except LowtideError as error:
         result, answer = None, ("refused", (type(error).__name__, str(error)))
-    except Exception as error:  # noqa: BLE001  (the model's own code: whatever it is, the parent must hear of it)
+    except Exception as error:  # noqa: BLE001  (the model's own code may raise anything, and the parent must hear of it)
         result, answer = None, ("failed", f"{type(error).__name__}: {error}")
     replies.write(pickle.dumps(answer))
     replies.flush()

@@ -1,13 +1,15 @@
-"""What is trained, and how: everything about a step except its policy."""
+"""A training step as a plan is asked about it: everything about it except the model, the device and the policy."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import torch
 
 from lowtide.errors import InvalidValueError
+from lowtide.units import parse_tokens
 
 ENGINES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 
@@ -30,21 +32,22 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training step. `tokens` is the length of each sequence; None where the model brings its own batch."""
+    """A training step: its batch, what is trained and in which types, the optimizer, and the engine."""
 
     tokens: int | None = None
+    """The length of each sequence; None where the model brings its own batch."""
     batch_size: int = 1
     images: tuple[int, int, int] | None = None
-    """Per sequence: how many, and their height and width in pixels."""
+    """The pictures of each sequence: how many, and their height and width in pixels."""
     dtype: str | None = None
-    """Of a model that is built here: None is bf16. A live module has its own."""
+    """The type of the weights of a model that is built here; None means bf16. A live module has its own."""
     masters: bool = False
     """Whether the optimizer keeps float32 copies of 16-bit weights."""
     lora: int | None = None
     """The rank of LoRA adapters on all projections; None trains every weight."""
     lora_targets: tuple[str, ...] = LORA_TARGETS
     lora_dtype: str = "fp32"
-    """PEFT makes float32 adapters by default."""
+    """The type of the adapters. PEFT makes float32 ones by default."""
     base: str = "plain"
     """`4bit`: frozen linear weights take half a byte each, and are unpacked for each product."""
     optimizer: str = "adamw"
@@ -57,14 +60,14 @@ class Job:
         for name, known in _CHOICES.items():
             chosen = getattr(self, name)
             if chosen not in known and (name, chosen) != ("dtype", None):
-                raise InvalidValueError(f"{chosen!r} is no {name}; known: {', '.join(known)}")
+                raise InvalidValueError(f"unknown {name} {chosen!r}; known: {', '.join(known)}")
         for name in ("tokens", "batch_size", "ranks"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.lora is not None and self.lora < 1:
-            raise InvalidValueError(f"lora is the rank of the adapters: 1 or more, got {self.lora}")
+            raise InvalidValueError(f"lora is the rank of the adapters: it must be 1 or more, got {self.lora}")
         if self.lora is None and (self.lora_dtype, self.lora_targets) != ("fp32", LORA_TARGETS):
-            raise InvalidValueError("lora_dtype and lora_targets are of adapters: give lora=16 (or another rank)")
+            raise InvalidValueError("lora_dtype and lora_targets are for adapters: give lora=16 (or another rank) too")
         self._check_engine()
 
     def _check_engine(self) -> None:
@@ -73,25 +76,25 @@ class Job:
         if self.engine == "single" and self.ranks > 1:
             raise InvalidValueError(f"{self.ranks} ranks need an engine: {', '.join(ENGINES[1:])}")
         if self.base == "4bit" and self.lora is None:
-            raise InvalidValueError("a base of 4 bits cannot be trained itself: give lora=16 (or another rank)")
+            raise InvalidValueError("a 4-bit base cannot be trained itself: give lora=16 (or another rank) too")
         if self.base == "4bit" and self.shards_weights:
-            raise InvalidValueError(f"a base of 4 bits together with {self.engine} is not modelled: use ddp")
+            raise InvalidValueError(f"a 4-bit base together with {self.engine} is not modelled: use ddp")
 
     @property
     def built_in(self) -> torch.dtype:
-        """The type in which a model is built here."""
+        """Return the type in which a model is built here."""
         return DTYPES[self.dtype or "bf16"]
 
     @property
     def length(self) -> int:
-        """The length of each sequence, where batches are made from it."""
+        """Return the length of each sequence, for batches that are made from it."""
         if self.tokens is None:
             raise InvalidValueError("the model comes without a batch: give tokens=, the length of each sequence")
         return self.tokens
 
     @property
     def size(self) -> str:
-        """What a step is given, in words."""
+        """Describe the batch in words."""
         return "its own batch" if self.tokens is None else f"{self.batch_size} x {self.tokens} tokens"
 
     @property
@@ -108,3 +111,32 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def make_job(
+    *,
+    tokens: int | str | None,
+    images: tuple[int, int, int] | str | None,
+    engine: str | None,
+    ranks: int,
+    **settings: Any,
+) -> Job:
+    """Make a job from settings as people write them: `"128k"` tokens, `"4x1024x1024"` images, ranks without engine."""
+    return Job(
+        tokens=None if tokens is None else parse_tokens(tokens),
+        images=parse_images(images),
+        engine=engine or ("ddp" if ranks > 1 else "single"),
+        ranks=ranks,
+        **settings,
+    )
+
+
+def parse_images(images: tuple[int, int, int] | str | None) -> tuple[int, int, int] | None:
+    """Read pictures per sequence: `"4x1024x1024"` means four pictures of 1024 by 1024 pixels."""
+    if images is None or not isinstance(images, str):
+        return images
+    with contextlib.suppress(ValueError):
+        count, height, width = (int(part) for part in images.lower().split("x"))
+        if min(count, height, width) > 0:
+            return count, height, width
+    raise InvalidValueError(f"cannot read pictures from {images!r}: write COUNTxHEIGHTxWIDTH, like 4x1024x1024")

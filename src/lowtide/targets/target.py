@@ -149,10 +149,10 @@ class _WithoutWeights(pickle.Pickler):
         is_parameter = isinstance(thing, nn.Parameter)
         if not is_parameter and thing.device.type == "cpu" and has_kept_size(thing):
             return NotImplemented
-        return _blank, (tuple(thing.shape), thing.stride(), thing.dtype, is_parameter, thing.requires_grad)
+        return _meta_tensor, (tuple(thing.shape), thing.stride(), thing.dtype, is_parameter, thing.requires_grad)
 
 
-def _blank(
+def _meta_tensor(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""`lowtide.trace`: what a real training step holds in memory, byte by byte and region by region, to look at."""
+"""`lowtide.trace`: records what a real training step holds in memory, byte by byte and region by region."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The trace as Chrome's trace events, which Perfetto and chrome://tracing show.
+"""Writes a trace in other tools' formats: Chrome's trace events, and snapshots for pytorch.org/memory_viz.
 
-One track has the phases of the step, one the regions' forward, recompute and backward, one the copies. Counters have
-the device's bytes by kind, what torch's allocator counts, and what the stores hold.
+Perfetto and chrome://tracing show Chrome's trace events. One track has the phases of the step, one has the regions'
+forward, recompute and backward, and one has the copies. Counters have the device's bytes by kind, what torch's
+allocator counts, and what the stores hold.
 
-The trace in the format of `torch.cuda.memory._snapshot`, for pytorch.org/memory_viz.
-
-Sizes, order and times are those of the events. The two places are two devices: 0 is the model's, 1 the host. Addresses
-are made up, first fit in one segment for each place, because the real ones tell nothing once memory is freed. Where
-torch has a stack of calls, there is one line: the region and the phase that made the bytes. A storage has one category,
-that of its last owner: what was saved is `saved` from the beginning.
+A snapshot has the format of `torch.cuda.memory._snapshot`. Its sizes, order and times are those of the events. The two
+places are two devices: 0 is the model's, 1 the host. Addresses are made up, first fit in one segment for each place,
+because the real ones tell nothing once memory is freed. In place of torch's stack of calls there is one line: the
+region and the phase that made the bytes. A storage has one category, the kind of its last owner: what was saved is
+`saved` from the beginning.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from lowtide.tracing.phases import Span
     from lowtide.tracing.result import Trace
 
+# --- Chrome's trace events ------------------------------------------------------------------------------------------
+
 _PROCESS = 1
 
 _TRACKS = {"phases": 1, "regions": 2, "copies": 3}
 
 _POINTS = 4000
+"""About how many points a counter has."""
 
 
-def as_chrome(trace: Trace) -> str:
+def chrome_trace(trace: Trace) -> str:
+    """Return a trace as Chrome's trace events, in JSON."""
     events = sorted(
         itertools.chain(_phases(trace), _regions(trace), _copies(trace), _counters(trace)), key=lambda e: e["ts"]
     )
@@ -61,18 +65,14 @@ def _phases(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _outer_phase(span: Span) -> str:
-    """Recomputations are a part of backward."""
+    """Return the phase of the whole step that a span belongs to: recomputations are a part of backward."""
     return "backward" if span.phase == "recompute" else span.phase
 
 
 def _regions(trace: Trace) -> Iterator[dict[str, Any]]:
     for span in trace.spans:
         if span.region:
-            yield _span(_title(span), span.phase, "regions", span.begin, span.end)
-
-
-def _title(span: Span) -> str:
-    return f"{span.region} {span.phase}"
+            yield _span(f"{span.region} {span.phase}", span.phase, "regions", span.begin, span.end)
 
 
 def _span(name: str, category: str, track: str, begin: float, end: float) -> dict[str, Any]:
@@ -112,17 +112,19 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
+# --- Snapshots for memory_viz ---------------------------------------------------------------------------------------
+
 _PLACES = ("device", "host")
 
 _PROTOCOL = 4
-"""The page reads pickles up to this protocol."""
+"""The highest protocol of pickles that the page reads."""
 
 _BASE = 2**32
-"""Addresses begin here: 0 would look like none."""
+"""The first address: 0 would look like none."""
 
 
-def as_snapshot(trace: Trace) -> bytes:
-    """Bytes to write to a file, and to drop on the page."""
+def memory_viz_snapshot(trace: Trace) -> bytes:
+    """Return a trace as a pickled snapshot, to be written to a file and dropped on the page."""
     last = {event.storage: event.owner.kind for event in trace.events}
     histories = [_History(device, place, last) for device, place in enumerate(_PLACES)]
     for history in histories:
@@ -139,6 +141,8 @@ def as_snapshot(trace: Trace) -> bytes:
 
 
 class _Block:
+    """A storage with an address, in the snapshot's words."""
+
     def __init__(self, address: int, size: int, event: Event, kind: str) -> None:
         self.address, self.size = address, size
         self.frames = [
@@ -152,7 +156,7 @@ class _Block:
 
 
 class _History:
-    """One place: its entries, and what is left at the end."""
+    """The entries of one place, and the blocks that are left at the end."""
 
     def __init__(self, device: int, place: str, kinds: dict[int, str]) -> None:
         self.place = place
@@ -164,7 +168,7 @@ class _History:
         self._top = 0
 
     def take(self, event: Event) -> None:
-        """A storage that changes its size goes and comes again: the page knows no other way."""
+        """Write an event's entries. The page knows no resize: a storage of a new size is freed and allocated again."""
         if event.change == 0:
             return
         block = self._blocks.pop(event.storage, None)
@@ -180,12 +184,13 @@ class _History:
             self._write("alloc", block, event.seconds)
 
     def end(self, seconds: float) -> None:
-        """As torch ends a trace. The page colours by category only if there is one of this name."""
+        """End the entries as torch does. The page colours by category only if one is called `unknown`."""
         if self.entries:
             common = {"addr": 0, "size": 0, "stream": 0, "frames": [], "time_us": _whole_microseconds(seconds)}
             self.entries.append({"action": "snapshot", "category": "unknown", **common})
 
     def segment(self) -> dict[str, Any] | None:
+        """Return the one segment in which all blocks lie; None if there were none."""
         if not self._top:
             return None
         active = sum(block.size for block in self._blocks.values())
@@ -205,7 +210,7 @@ class _History:
         }
 
     def _layout(self) -> list[dict[str, Any]]:
-        """The segment from its start to its end, gaps included."""
+        """Return the blocks of the segment from its start to its end, including gaps."""
         blocks = []
         position = _BASE
         for block in sorted(self._blocks.values(), key=lambda block: block.address):

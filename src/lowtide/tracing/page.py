@@ -1,4 +1,4 @@
-"""The trace as a page: memory over time by kind and by region, when each region ran, and the regions in figures."""
+"""Renders a trace as an HTML page: memory over time by kind and by region, when each region ran, and a table."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 _TEMPLATE = TEMPLATES / "trace.html"
 _PHASES = {"forward": "#0f9488", "recompute": "#2f7fc1", "backward": "#d97a1e"}
 _MOST_ROWS = 80
-"""Regions whose runs are drawn; a model may have hundreds."""
+"""The most regions whose runs are drawn; a model may have hundreds."""
 _MOST_NAMES = 16
-"""Regions that a legend names; of more, the names show under the pointer."""
+"""The most regions that a legend names; if there are more, names show under the pointer only."""
 _LATE = 0.9
-"""Past this part of the trace a word beside a border is written to its left."""
+"""Past this part of the trace, a phase's name is written to the left of its border."""
 _WORD = 0.1
-"""The part of the width that a word takes."""
+"""The part of the width that a phase's name takes."""
 _HOVER = "%{fullData.name}: %{y:.4~g} {unit}<br>%{customdata[0]}, %{customdata[1]}<extra></extra>"
 
 
-def as_page(trace: Trace) -> str:
-    """One file that needs no network. Needs the `html` extra."""
+def trace_page(trace: Trace) -> str:
+    """Render the page as one file that needs no network. Needs the `html` extra."""
     return render(
         _TEMPLATE,
         trace=trace,
@@ -44,7 +44,7 @@ def as_page(trace: Trace) -> str:
 
 
 def _by_kind(trace: Trace) -> str:
-    """The stack of kinds, with what others count beside it: the allocator, the stores."""
+    """Draw the stack of kinds, with what the allocator and the stores count beside it."""
     samples = trace.samples
     unit, factor = unit_for(max([trace.peak_bytes, *(level.allocated or 0 for level in trace.levels)]))
     bands = [
@@ -57,7 +57,7 @@ def _by_kind(trace: Trace) -> str:
 
 
 def _by_region(trace: Trace) -> str:
-    """Activations by the region that made them."""
+    """Draw activations by the region that made them."""
     samples = trace.samples_by_region
     unit, factor = unit_for(max((sum(sample.nbytes.values()) for sample in samples), default=0))
     names = [name for name in (*trace.regions, "") if any(name in sample.nbytes for sample in samples)]
@@ -70,7 +70,7 @@ def _by_region(trace: Trace) -> str:
 
 
 def _shade(place: int, count: int, name: str) -> str:
-    """From teal to violet in the model's order: neighbours look alike, first and last do not."""
+    """Return a colour from teal to violet in the model's order: neighbours look alike, first and last do not."""
     return f"hsl({175 + 120 * place / max(1, count):.0f}, 45%, {44 + 12 * (place % 2)}%)" if name else COLOURS["other"]
 
 
@@ -89,7 +89,7 @@ def _levels(trace: Trace, factor: int, unit: str) -> list[dict[str, Any]]:
     return [
         {
             "type": "scatter",
-            "mode": "markers",  # read where the step moves on: nothing is known about what lies in between
+            "mode": "markers",  # read when the step moves on: nothing is known about the time in between
             "name": name,
             "x": [level.seconds * 1e3 for level in trace.levels],
             "y": [value / factor for value in values],
@@ -101,7 +101,7 @@ def _levels(trace: Trace, factor: int, unit: str) -> list[dict[str, Any]]:
 
 
 def _layout(trace: Trace, unit: str) -> dict[str, Any]:
-    """Phases are written where they begin."""
+    """Return the layout of a chart over time, with the phases' names where they begin."""
     borders = _borders(trace)
     return {
         "height": 420,
@@ -110,7 +110,7 @@ def _layout(trace: Trace, unit: str) -> dict[str, Any]:
         "legend": LEGEND | {"y": 1.08},
         "margin": {"l": 60, "r": 16, "t": 70, "b": 46},
         "shapes": [dashed({"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}, "#8796a5") for x, _ in borders],
-        "annotations": _words(borders, trace.spans[-1].end * 1e3 if trace.spans else 1.0),
+        "annotations": _phase_names(borders, trace.spans[-1].end * 1e3 if trace.spans else 1.0),
     }
 
 
@@ -120,7 +120,7 @@ def _time_axis(trace: Trace) -> dict[str, Any]:
 
 
 def _borders(trace: Trace) -> list[tuple[float, str]]:
-    """When forward, backward and the optimizer begin; recomputations are a part of backward."""
+    """Return when forward, backward and the optimizer begin; recomputations are a part of backward."""
     found: list[tuple[float, str]] = []
     before = ""
     for span in trace.spans:
@@ -131,26 +131,26 @@ def _borders(trace: Trace) -> list[tuple[float, str]]:
     return found
 
 
-def _words(borders: list[tuple[float, str]], end: float) -> list[dict[str, Any]]:
-    """The name of each phase over its beginning, where there is room."""
-    words: list[dict[str, Any]] = []
+def _phase_names(borders: list[tuple[float, str]], end: float) -> list[dict[str, Any]]:
+    """Write the name of each phase over its beginning, where there is room."""
+    names: list[dict[str, Any]] = []
     free = 0.0
     for x, phase in borders:
         is_late = x > _LATE * end
         if (x - _WORD * end if is_late else x) >= free:
-            words.append(_word(x, phase, is_late=is_late))
+            names.append(_phase_name(x, phase, is_late=is_late))
             free = x if is_late else x + _WORD * end
-    return words
+    return names
 
 
-def _word(x: float, phase: str, *, is_late: bool) -> dict[str, Any]:
+def _phase_name(x: float, phase: str, *, is_late: bool) -> dict[str, Any]:
     side = "right" if is_late else "left"
     place = {"yref": "paper", "y": 1, "xanchor": side, "yanchor": "bottom", "showarrow": False}
     return {"text": phase, "x": x, "font": {"size": 11}, **place}
 
 
 def _runs(trace: Trace) -> str | None:
-    """One row for each region, one bar for each run."""
+    """Draw one row for each region, with one bar for each run."""
     rows = trace.regions[:_MOST_ROWS]
     shown = set(rows)
     if not rows:
@@ -167,7 +167,7 @@ def _runs(trace: Trace) -> str | None:
                 "x": [(span.end - span.begin) * 1e3 for span in spans],
                 "base": [span.begin * 1e3 for span in spans],
                 "marker": {"color": colour},
-                "hovertemplate": f"%{{y}}: {phase}, %{{x:.3~g}} ms from %{{base:.4~g}} ms on<extra></extra>",
+                "hovertemplate": f"%{{y}}: {phase}, %{{x:.3~g}} ms from %{{base:.4~g}} ms<extra></extra>",
             }
         )
     longest = max(map(len, rows))

@@ -1,11 +1,12 @@
-"""Where a real step is: its phase, and the region that runs, whatever engine runs it.
+"""Tracks where a real step is: its phase, and the region that runs, whatever engine runs it.
 
-In forward, hooks of the regions tell. In backward nothing is put into the graph: every node carries the number that it
+In forward, hooks on the regions tell. In backward nothing is put into the graph: every node carries the number that it
 got in forward, and the numbers that a region's forward handed out are known, so the node that runs now tells the
 region. A recomputation is code that runs in backward with gradients on, or that calls a module. It ends with the node
 that needed it, or as soon as that node's own work begins.
 
-A stretch is written down as a `Span`. It ends with the last thing that was seen of it, not when the next one begins.
+Each stretch of the step is recorded as a `Span`. A span ends with the last thing that was seen of it, not when the next
+one begins.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,14 +30,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ACCUMULATES = 2**62
-"""Nodes that collect a parameter's gradient have the highest number of all: they run in whoever's backward it is."""
+"""Nodes that accumulate a parameter's gradient have numbers above this: they belong to whichever region runs."""
 
-"""Torch's function below which autograd's engine runs nodes. On a device's own thread there is none."""
-
-_IN_BETWEEN = ("/tracing/ledger.py", "/tracing/whereabouts.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
-"""Files whose code is on the way from an operation to this module."""
+_IN_BETWEEN = (
+    __file__,
+    str(Path(__file__).with_name("ledger.py")),
+    "/torch/_compile.py",
+    "/torch/_dynamo/eval_frame.py",
+)
+"""Files whose code is on the call stack between an operation and this module."""
 
 _FUNCTIONS = "/torch/autograd/function.py"
+"""The file that calls the backward of a custom `Function`."""
 
 
 class Span(NamedTuple):
@@ -43,14 +49,14 @@ class Span(NamedTuple):
 
     phase: str
     region: str
-    """Empty outside of all regions."""
+    """Empty outside all regions."""
     begin: float
     end: float
     """Seconds since the trace began, on the host's clock."""
 
 
 class _Numbers(NamedTuple):
-    """The numbers that a region's forward gave to the nodes of its graph: the first, and the one past the last."""
+    """The numbers that the nodes of a region's forward got: the first, and the one past the last."""
 
     first: int
     end: int
@@ -58,32 +64,35 @@ class _Numbers(NamedTuple):
 
 
 class _Recompute(NamedTuple):
+    """A recomputation that runs now."""
+
     region: str
     node: int | None
+    """The number of the node that needed it."""
     depth: int
-    """How many modules were being called as it began."""
+    """How many modules were being called when it began."""
 
 
 class PhaseTracker:
-    """Knows the present moment. `moved` is called with the new one, before it is the present one."""
+    """Knows the current moment of the step. `on_move` is called with the next moment, before it becomes current."""
 
-    def __init__(self, regions: Iterable[str], clock: Callable[[], float], moved: Callable[[Moment], None]) -> None:
+    def __init__(self, regions: Iterable[str], clock: Callable[[], float], on_move: Callable[[Moment], None]) -> None:
         self.moment = Moment("between", "")
         self.spans: list[Span] = []
         self.in_optimizer = False
         self._regions = set(regions)
         self._clock = clock
-        self._moved = moved
+        self._on_move = on_move
         self._began = self._seen = clock()
         self._calls: list[str] = []
         self._numbers: list[_Numbers] = []
         self._first = 0
         self._recompute: _Recompute | None = None
         self._tasks: dict[int, tuple[str | None, bool]] = {}
-        """By backward: the region that it is a part of, and whether it keeps a graph of its own."""
+        """For each backward: the region that it is a part of, and whether it runs with gradients on."""
 
     def watch(self, model: nn.Module, stack: contextlib.ExitStack) -> None:
-        """Put hooks on the modules; `stack` takes them away. TorchScript's take none: they are parts of what is."""
+        """Put hooks on the modules; `stack` removes them. TorchScript modules take none, and count as their parents."""
         stack.callback(self._end)
         for name, module in named_modules(model):
             if isinstance(module, torch.jit.ScriptModule):
@@ -95,16 +104,16 @@ class PhaseTracker:
 
     def _end(self) -> None:
         self._move(Moment("between", ""))
-        self._moved = lambda _: None  # a cycle would keep the model alive
+        self._on_move = lambda _: None  # a cycle would keep the model alive
 
-    def look(self) -> Moment:
-        """Where the step is now. Asked for each operation, as it begins."""
+    def update(self) -> Moment:
+        """Find out where the step is now, at the beginning of each operation."""
         task = graph_task_id()
         self._move(self._in_forward() if task < 0 else self._in_backward(task))
         return self.moment
 
-    def saw(self) -> None:
-        """The present stretch goes on: an operation of it has ended."""
+    def extend(self) -> None:
+        """Extend the current span: an operation has ended in it."""
         self._seen = self._clock()
 
     def _in_forward(self) -> Moment:
@@ -119,7 +128,7 @@ class PhaseTracker:
         node = current_node()
         number = None if node is None else sequence_number(node)
         outer, keeps_graph = self._task(task)
-        if self._recompute is not None and self._goes_on(self._recompute, number, keeps_graph=keeps_graph):
+        if self._recompute is not None and self._continues(self._recompute, number, keeps_graph=keeps_graph):
             return self.moment
         self._recompute = None
         region = outer if outer is not None else self._region_of(number)
@@ -129,19 +138,19 @@ class PhaseTracker:
         return Moment("backward", region)
 
     def _task(self, task: int) -> tuple[str | None, bool]:
-        """A backward inside of a recomputation is that region's: a reentrant checkpoint runs one."""
+        """Describe a backward. One inside a recomputation is that region's: a reentrant checkpoint runs one."""
         if task not in self._tasks:
             outer = None if self._recompute is None else self._recompute.region
             self._tasks[task] = (outer, torch.is_grad_enabled() and not self._calls)
             self._recompute = None
         return self._tasks[task]
 
-    def _goes_on(self, recompute: _Recompute, number: int | None, *, keeps_graph: bool) -> bool:
+    def _continues(self, recompute: _Recompute, number: int | None, *, keeps_graph: bool) -> bool:
         if number != recompute.node:
             return False
         if len(self._calls) > recompute.depth or (torch.is_grad_enabled() and not keeps_graph):
             return True
-        return not _runs_by_itself()  # what a checkpoint detaches, and what a block does under no_grad
+        return not _is_nodes_own_work()  # a checkpoint detaches tensors, and a region may use no_grad
 
     def _region_of(self, number: int | None) -> str:
         if number is None or not 0 <= number < _ACCUMULATES:
@@ -157,14 +166,14 @@ class PhaseTracker:
         if task >= 0:
             self._begin_recompute(name, task)
         elif not name:
-            self._calls.clear()  # what an interrupt left
+            self._calls.clear()  # an interrupt may have left some
             self._move(Moment("forward", ""))
         elif name in self._regions:
             self._first = next_sequence_number()
             self._move(Moment("forward", name))
         elif self.moment.phase != "forward":
             self._move(Moment("forward", ""))
-        self.saw()
+        self.extend()
         self._calls.append(name)
 
     def _begin_recompute(self, name: str, task: int) -> None:
@@ -181,7 +190,7 @@ class PhaseTracker:
         del module, args, output
         while self._calls and self._calls.pop() != name:
             pass
-        self.saw()
+        self.extend()
         if name in self._regions and self.moment == Moment("forward", name):
             self._remember_numbers(_Numbers(self._first, next_sequence_number(), name))
             self._move(Moment("forward", ""))
@@ -193,15 +202,15 @@ class PhaseTracker:
     def _move(self, moment: Moment) -> None:
         if moment == self.moment:
             return
-        self._moved(moment)
+        self._on_move(moment)
         if self._seen > self._began:
             self.spans.append(Span(*self.moment, self._began, self._seen))
         self.moment = moment
         self._began = self._seen = self._clock()
 
 
-def _runs_by_itself() -> bool:
-    """Whether the present operation is a node's own work: no Python code called it, or a `Function`'s backward did."""
+def _is_nodes_own_work() -> bool:
+    """Return whether an operation is a node's own work: no Python code called it, except a `Function`'s backward."""
     frame = sys._getframe()
     outermost = ""
     while frame is not None and frame.f_code.co_name != ENGINE_FUNCTION:

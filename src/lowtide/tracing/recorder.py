@@ -1,4 +1,4 @@
-"""`lowtide.trace`: a context around real training steps. The model trains as before, to the bit."""
+"""`lowtide.trace`: records the training steps inside a context. The model trains as before, to the bit."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _BACKWARD = ("backward", "recompute")
 class trace:  # noqa: N801  (a context manager, used like a function)
     """Record what the training steps inside it hold in memory, by region and over time.
 
-    It works for any model: plain, under `lowtide.apply`, or with somebody else's checkpointing. Regions are those of
-    the policies in force; else those that `regions` names (globs on module names, class names, classes); else those
-    that are found. With the `optimizer`, its states are told apart, and its step. The result is a `Trace`, which can
-    be read while it grows. Nothing stays in the model, after an error too.
+    It works for any model: plain, under `lowtide.apply`, or with somebody else's checkpointing. `regions` names the
+    regions (globs on module names, class names, classes); without it they are those of the policies in force, or else
+    those that Lowtide finds. With the `optimizer`, its states and its step are told apart. The result is a `Trace`,
+    which can be read while it grows. Nothing stays in the model, even after an error.
 
         with lowtide.trace(model, optimizer) as seen:
             model(batch).loss.backward()
             optimizer.step()
         Path("trace.html").write_text(seen.to_html())
 
-    While it is in force, functions that torch.compile made run as they were written.
+    Inside it, functions that were compiled with torch.compile run uncompiled.
     """
 
     __module__ = "lowtide"
@@ -67,11 +67,11 @@ class trace:  # noqa: N801  (a context manager, used like a function)
 
     def __enter__(self) -> Trace:
         if self._model is None or self._stack is not None:
-            raise InvalidValueError("this trace has been used: make another with lowtide.trace(model)")
+            raise InvalidValueError("this trace has already been used: make a new one with lowtide.trace(model)")
         import_dynamo()
         with contextlib.ExitStack() as stack:
             recorder = _Recorder(self._model, self._names)
-            recorder.claim_what_is_there(self._optimizer)
+            recorder.claim_existing(self._optimizer)
             recorder.install(self._optimizer, stack)
             self._stack = stack.pop_all()
         return recorder.trace
@@ -85,7 +85,7 @@ class trace:  # noqa: N801  (a context manager, used like a function)
 
 
 class _Recorder:
-    """Writes a `Trace`."""
+    """Fills a `Trace` with what the ledger, the phase tracker, the allocator and the stores tell."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         began = time.perf_counter()
@@ -94,7 +94,7 @@ class _Recorder:
         self._stores = _stores_of(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._ledger = StorageLedger(device, self._clock)
-        self._where = PhaseTracker(names, self._clock, self._move_on)
+        self._tracker = PhaseTracker(names, self._clock, self._move_on)
         self._allocated = functools.partial(_allocated, device)
         self._files = {id(store): store.usage().disk for store in self._stores if isinstance(store, DiskStore)}
         self.trace = Trace(
@@ -102,12 +102,12 @@ class _Recorder:
             device=str(device),
             regions=names,
             events=self._ledger.events,
-            spans=self._where.spans,
+            spans=self._tracker.spans,
             moves=self._ledger.moves,
         )
 
-    def claim_what_is_there(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Weights, gradients and the optimizer's states are counted from the beginning."""
+    def claim_existing(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count weights, gradients and the optimizer's states from the beginning."""
         for parameter in self._model.parameters():
             self._ledger.claim(parameter.detach(), "weights")
             if parameter.grad is not None:
@@ -122,7 +122,7 @@ class _Recorder:
         self._read_levels()
 
     def install(self, optimizer: torch.optim.Optimizer | None, stack: contextlib.ExitStack) -> None:
-        """Everything that watches, each with what takes it away again."""
+        """Install all hooks and the ledger; `stack` removes them."""
         stack.callback(self._ledger.close)
         for _, parameter in named_parameters(self._model):
             if parameter.requires_grad and parameter.is_leaf:
@@ -133,20 +133,20 @@ class _Recorder:
         if optimizer is not None:
             stack.callback(optimizer.register_step_pre_hook(lambda *_: self._set_in_optimizer(is_in=True)).remove)
             stack.callback(optimizer.register_step_post_hook(lambda *_: self._set_in_optimizer(is_in=False)).remove)
-        self._where.watch(self._model, stack)
-        self._ledger.where = self._where
+        self._tracker.watch(self._model, stack)
+        self._ledger.tracker = self._tracker
         stack.enter_context(self._ledger)
 
     def _set_in_optimizer(self, *, is_in: bool) -> None:
-        self._where.in_optimizer = is_in
-        self._where.look()
+        self._tracker.in_optimizer = is_in
+        self._tracker.update()
 
     def _claim_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._ledger.claim(parameter.grad, "gradients")
 
     def _move_on(self, moment: Moment) -> None:
-        before = self._where.moment.phase
+        before = self._tracker.moment.phase
         self._ledger.move_on(moment)
         if before == "forward" and moment.phase in _BACKWARD:
             self._read_saved()
@@ -161,16 +161,16 @@ class _Recorder:
             self.trace.saved = saved
 
     def _read_levels(self, moment: Moment | None = None) -> None:
-        """What the allocator and the stores count, and what went to files and came from them since the last time."""
+        """Read what the allocator and the stores count, and what was written to and read from files since last time."""
         stored: dict[str, int] = {}
-        now, (phase, region) = self._clock(), moment or self._where.moment
+        now, (phase, region) = self._clock(), moment or self._tracker.moment
         for store in self._stores:
             stored[store.name] = stored.get(store.name, 0) + store.bytes_used
             if isinstance(store, DiskStore):
-                self._note_files(store, now, phase, region)
+                self._note_disk_moves(store, now, phase, region)
         self.trace.levels.append(Level(now, phase, region, self._allocated(), stored))
 
-    def _note_files(self, store: DiskStore, now: float, phase: str, region: str) -> None:
+    def _note_disk_moves(self, store: DiskStore, now: float, phase: str, region: str) -> None:
         before, disk = self._files[id(store)], store.usage().disk
         if before is None or disk is None:
             return
@@ -185,7 +185,7 @@ class _Recorder:
 
 
 def _region_names(model: nn.Module, select: Sequence[Selector] | None) -> list[str]:
-    """Those that are asked for; else those of the policies in force; else what is found, if there is anything."""
+    """Name the regions: those that `select` asks for, else those of the policies in force, else those found, if any."""
     core = unwrap_ddp(model)
     handles = applied_to(model)
     if select is None and handles:
@@ -200,7 +200,7 @@ def _region_names(model: nn.Module, select: Sequence[Selector] | None) -> list[s
     scripted = [region.name for region in found if isinstance(region.module, torch.jit.ScriptModule)]
     if scripted and select is not None:
         raise InvalidValueError(
-            f"{', '.join(scripted)}: TorchScript takes no hooks; name a module around it in regions"
+            f"{', '.join(scripted)}: TorchScript modules take no hooks. Name a module around them in regions="
         )
     return [plain_name(region.name) for region in found if region.name not in scripted]
 

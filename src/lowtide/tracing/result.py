@@ -1,4 +1,4 @@
-"""A trace: what a step held and when, as data. Everything is read out of its events, spans and moves."""
+"""A trace: what training steps held in memory and when, as data that is read out of events, spans and moves."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ KINDS = {
     "restored": "brought back from a store",
     "working": "in work",
     "batch": "the batch",
-    "other": "others",
+    "other": "other",
 }
-"""What bytes on the device are, in words."""
+"""Kinds of bytes on the device, in words."""
 
-OUTSIDE = "outside of the regions"
+OUTSIDE = "outside the regions"
 
 
 class Level(NamedTuple):
-    """What others count, read as the step moves on."""
+    """What torch's allocator and the stores count, read whenever the step moves on."""
 
     seconds: float
     phase: str
     region: str
     allocated: int | None
-    """Device bytes by torch's allocator, workspaces of kernels included. None where it keeps no count: on the CPU."""
+    """Device bytes by torch's allocator, including kernels' workspaces. None on the CPU, where it keeps no count."""
     stored: dict[str, int]
-    """Bytes in the stores of an applied policy: on the `host`, on the `disk`."""
+    """Bytes in the stores of an applied policy, by tier: `host` and `disk`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RegionTrace:
     forwards: int
     recomputes: int
     saved_bytes: int
-    """What it made in forward and what was alive as backward began."""
+    """Bytes that it made in forward and that were alive when backward began."""
     recomputed_bytes: int
     """The most bytes at once that its recomputations made."""
     to_host_bytes: int
@@ -65,7 +65,7 @@ class RegionTrace:
 
 @dataclasses.dataclass(kw_only=True)
 class Trace:
-    """What was recorded. It grows while the steps run, and can be read at any time, after an error too."""
+    """What was recorded. It grows while the steps run, and can be read at any time, even after an error."""
 
     __module__ = "lowtide"
 
@@ -73,29 +73,29 @@ class Trace:
     device: str
     regions: list[str]
     events: list[Event]
-    """Every storage as it comes, changes its owner, and goes. Bytes belong to the region that made them."""
+    """Every storage when it comes, changes its owner, and goes. Bytes belong to the region that made them."""
     start: int = 0
-    """The first event of the steps; those before it tell what was there already."""
+    """The index of the steps' first event; earlier events tell what was there already."""
     spans: list[Span]
-    """When each region's forward, recompute and backward began and ended, in their order."""
+    """When each region's forward, recompute and backward began and ended, in order."""
     moves: list[Move] = dataclasses.field(default_factory=list)
     levels: list[Level] = dataclasses.field(default_factory=list)
     saved: dict[str, int] = dataclasses.field(default_factory=dict)
-    """By region: bytes that forward saved, as the backward with the most of them began."""
+    """Bytes that forward saved, by region, at the beginning of the backward that had the most."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes on the device at once."""
+        """Return the most bytes on the device at once."""
         return self.peak.nbytes
 
     @property
     def peak(self) -> Peak:
-        """The peak with its moment and its owners."""
+        """Return the peak with its moment and its owners."""
         return read_peak(self)
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most bytes of host memory that the steps made, where the device is another."""
+        """Return the most bytes of host memory that the steps made, where the model's device is not the host."""
         return read_peak(self, "host").nbytes
 
     @property
@@ -104,20 +104,20 @@ class Trace:
 
     @property
     def samples(self) -> list[Sample]:
-        """Device memory over time, by kind: some hundred points, each the highest of its stretch."""
+        """Return device memory over time, by kind: some hundred points, each the highest of its stretch."""
         return read_timeline(self)
 
     @property
     def samples_by_region(self) -> list[Sample]:
-        """The same points: activations by the region that made them."""
+        """Return activations over time, at the same points, by the region that made them."""
         return read_timeline(self, read=_activations)
 
     def moved_bytes(self, direction: str) -> int:
-        """Bytes that went `to host`, `to device`, `to disk` or `from disk`."""
+        """Return the bytes that went `to host`, `to device`, `to disk` or `from disk`."""
         return sum(move.nbytes for move in self.moves if move.direction == direction)
 
     def by_region(self) -> list[RegionTrace]:
-        """The regions in the model's order, those that did not run too."""
+        """Return the figures of every region in the model's order, including those that did not run."""
         seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
         runs: collections.Counter[tuple[str, str]] = collections.Counter()
         for span in self.spans:
@@ -144,7 +144,7 @@ class Trace:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the single events, which `to_memory_viz` writes."""
+        """Return everything but the single events, which `to_memory_viz` writes."""
         peak = self.peak
         return {
             "model": self.model,
@@ -168,32 +168,32 @@ class Trace:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """A page with the memory over time, by kind and by region. Needs the `html` extra."""
-        from lowtide.tracing.page import as_page
+        """Return a page with the memory over time, by kind and by region. Needs the `html` extra."""
+        from lowtide.tracing.page import trace_page
 
-        return as_page(self)
+        return trace_page(self)
 
     def to_chrome(self) -> str:
-        """JSON for Perfetto (ui.perfetto.dev) and chrome://tracing: spans of the regions, and counters of bytes."""
-        from lowtide.tracing.formats import as_chrome
+        """Return JSON for Perfetto (ui.perfetto.dev) and chrome://tracing: spans of regions, and counters of bytes."""
+        from lowtide.tracing.formats import chrome_trace
 
-        return as_chrome(self)
+        return chrome_trace(self)
 
     def to_memory_viz(self) -> bytes:
-        """A pickled snapshot for pytorch.org/memory_viz: every storage with its kind and region."""
-        from lowtide.tracing.formats import as_snapshot
+        """Return a pickled snapshot for pytorch.org/memory_viz: every storage with its kind and region."""
+        from lowtide.tracing.formats import memory_viz_snapshot
 
-        return as_snapshot(self)
+        return memory_viz_snapshot(self)
 
     def __str__(self) -> str:
         peak = self.peak
         where = f"{peak.moment.phase}, {peak.moment.region or OUTSIDE}"
         lines = [
             f"trace of {self.model} on {self.device}: peak {format_bytes(peak.nbytes)} in {where}",
-            f"  at the peak: {_owners(peak)}",
+            f"  at the peak: {_format_owners(peak)}",
             f"  saved for backward: {format_bytes(self.saved_bytes)}",
         ]
-        for _, neighbours in itertools.groupby(self.by_region(), key=_likeness):
+        for _, neighbours in itertools.groupby(self.by_region(), key=_group_key):
             group = list(neighbours)
             lines.append(
                 f"  {grouped_name(group)} forwards {group[0].forwards}, recomputes {group[0].recomputes}, saved "
@@ -210,16 +210,17 @@ def _activations(tally: Tally) -> dict[str, int]:
     for owner, size in tally.by_owner.items():
         if owner.kind in ("saved", "recomputed", "restored", "working"):
             found[owner.region] += size
-    return {block: size for block, size in found.items() if size}
+    return {region: size for region, size in found.items() if size}
 
 
 def _most_recomputed(events: list[Event]) -> collections.Counter[str]:
+    """Return the most bytes at once that each region's recomputations made."""
     now: collections.Counter[str] = collections.Counter()
     most: collections.Counter[str] = collections.Counter()
     owned: dict[int, tuple[str, int]] = {}
     for event in events:
-        block, size = owned.pop(event.storage, ("", 0))
-        now[block] -= size
+        region, size = owned.pop(event.storage, ("", 0))
+        now[region] -= size
         if event.owner.kind == "recomputed" and event.place == "device":
             size += event.change
             owned[event.storage] = (event.owner.region, size)
@@ -228,11 +229,11 @@ def _most_recomputed(events: list[Event]) -> collections.Counter[str]:
     return most
 
 
-def _likeness(region: RegionTrace) -> tuple[Any, ...]:
+def _group_key(region: RegionTrace) -> tuple[Any, ...]:
     return stack_of(region.name), region.forwards, region.recomputes
 
 
-def _owners(peak: Peak) -> str:
+def _format_owners(peak: Peak) -> str:
     kinds: collections.Counter[str] = collections.Counter()
     for owner, size in peak.owners.items():
         kinds[owner.kind] += size
