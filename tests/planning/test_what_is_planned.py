@@ -54,7 +54,7 @@ def test_a_name_of_the_hub_is_its_configuration(tmp_path: Path):
     reference.write_text("1")
     program = """
         from lowtide.errors import PlanError
-        from lowtide.planning.targets import find_target
+        from lowtide.targets.target import find_target
         target = find_target("org/tiny")
         print(target.kind, target.name, b'"num_hidden_layers": 8' in target.content)
         try:
@@ -71,7 +71,7 @@ def test_a_name_of_the_hub_is_its_configuration(tmp_path: Path):
     )
     first, second = found.stdout.strip().split("\n", 1)
     assert first == "config org/tiny True"
-    assert "'org/other' is no file here, and its configuration cannot be had from the Hub" in second
+    assert "'org/other' is not a file or folder here, and its configuration could not be fetched from the Hub" in second
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-4B-Instruct", "qwen3-vl-4b", "Qwen3-VL-4B-Thinking"])
