@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.progress import (
@@ -24,10 +25,8 @@ _BAR = 20
 """Columns of the bar itself: with the counts and the clock, about 45 of 80 are left to say what is being done."""
 
 
-class Show(Protocol):
-    """Tells a bar what is being done now, and how much of all of it is done."""
-
-    def __call__(self, what: str, done: int, total: int, /) -> object: ...
+Show = Callable[[str, int, int], None]
+"""Tells a bar what is being done now, and how much of it is done: `show(what, done, total)`."""
 
 
 @contextlib.contextmanager
@@ -42,4 +41,8 @@ def progress_bar(
     columns = (BarColumn(_BAR), MofNCompleteColumn(), clock, TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(escape(what), total=total)
-        yield lambda what, done, total: progress.update(task, description=escape(what), completed=done, total=total)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(task, description=escape(what), completed=done, total=total)
+
+        yield show

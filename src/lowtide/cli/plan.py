@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from lowtide.cli.output import MODEL_HELP, Format, check_output, format_option, give_up, print_paragraph, refuse_unused, write
+from lowtide.cli.output import (
+    MODEL_HELP,
+    Format,
+    check_output,
+    format_option,
+    give_up,
+    print_paragraph,
+    refuse_unused,
+    write,
+)
 from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
