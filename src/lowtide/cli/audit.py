@@ -85,12 +85,15 @@ def audit(
 ) -> None:
     """Prove that checkpointing is active and that the gradients are right, by running training steps.
 
-    It judges any set-up: the model as it is, transformers' own flag, or Lowtide. A model type is audited on a tiny
-    model with random weights; any other name at its full size, with the weights that are on this machine or with random
-    ones. If that does not fit in memory, a tiny model of the same type is audited, and a note says so.
+    It judges any set-up: the model as it is, transformers' own flag, or Lowtide.
 
-    Exit code 0: nothing failed. 1: a check failed, or nothing is proven about gradients. 2: the audit could not run;
-    with --zoo, for at least one architecture.
+    A model type stands for a tiny model with random weights. Any other name is
+    audited at full size, with its weights if they are on this machine, else with
+    random ones; if that does not fit in memory, a tiny model of the same type is
+    audited instead, and a note says so.
+
+    Exit code 0: nothing failed. 1: a check failed, or nothing is proven about
+    gradients. 2: it could not run; with --zoo, for at least one architecture.
 
     Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
 

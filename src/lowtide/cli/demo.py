@@ -15,7 +15,8 @@ _FAILED = 1
 def demo() -> None:
     """Watch it work without a GPU: a run that does not fit is made to fit, audited, run on two ranks, and planned.
 
-    It takes under three minutes, and everything that it prints is measured while it runs. It needs a C++ compiler and
+    It takes under three minutes, and everything that it prints is measured while
+    it runs. It needs a C++ compiler and
     [bold]pip install 'lowtide\\[sim,hf]'[/].
     """
     from lowtide.errors import LowtideError

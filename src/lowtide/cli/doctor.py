@@ -35,8 +35,10 @@ def doctor(
 ) -> None:
     """Show versions, accelerator, memory, disk and compiler, and warn about known traps.
 
-    Nothing is changed and nothing is compiled. Exit code 0: Lowtide can work here (there may be warnings).
-    1: it cannot. 2: a module given with [bold]--import[/] could not be imported.
+    Nothing is changed and nothing is compiled.
+
+    Exit code 0: Lowtide can work here (there may be warnings). 1: it cannot.
+    2: a module given with [bold]--import[/] could not be imported.
 
     Does importing unsloth patch torch's checkpoint?  [bold]lowtide doctor --import unsloth[/]
     """
@@ -62,6 +64,8 @@ def _import(module: str) -> None:
 def _print_text(diagnosis: Diagnosis) -> None:
     console = Console()
     table = Table(show_header=False, box=None, pad_edge=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a path is wrapped, never cut
     for group, facts in itertools.groupby(diagnosis.facts, key=lambda fact: fact.group):
         table.add_row(f"[bold]{group}[/]")
         for fact in facts:

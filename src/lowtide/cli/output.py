@@ -43,7 +43,7 @@ def format_option(what: str, *formats: Format) -> Any:
             raise typer.BadParameter(f"{word!r} is not one of {', '.join(formats)}.")
         return Format(word)
 
-    return typer.Option("--format", parser=parse, metavar=f"[{'|'.join(formats)}]", help=f"How to print {what}.")
+    return typer.Option("--format", parser=parse, metavar=f"<{'|'.join(formats)}>", help=f"How to print {what}.")
 
 
 def give_up(message: str, code: int = COULD_NOT_RUN) -> NoReturn:

@@ -101,8 +101,9 @@ def plan(
 ) -> None:
     """Will it fit, and which policy is the fastest that fits? No GPU is needed.
 
-    One training step of the real model runs through the real engine, on tensors that have shapes but take no memory.
-    Only the configuration of a model on the Hub is downloaded.
+    One training step of the real model runs through the real engine, on tensors
+    that have shapes but take no memory. Of a model on the Hub, only the
+    configuration is downloaded.
 
     Exit code 0: something fits. 1: nothing fits. 2: the plan could not be made.
 
