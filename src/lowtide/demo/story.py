@@ -115,7 +115,7 @@ def is_right(console: Console) -> None:
 
 
 def on_two_ranks(console: Console) -> None:
-    """Audit it in two processes with batches of different lengths, and show what torch's reentrant engine does there."""
+    """Audit it in two processes with batches of different lengths, and show what reentrant checkpointing does there."""
     console.rule("[bold]3  The same under DDP, two processes, find_unused_parameters=True", align="left")
     with console.status("training on two ranks"):
         found = _run_ranks()
