@@ -101,8 +101,8 @@ def _too_large(target: Target, parameters: int) -> str:
     needed, there = parameters * BYTES_PER_PARAMETER, available_memory()
     return (
         f"{target.name} is too large to audit here ({parameters / 1e9:.1f}B parameters, about {format_bytes(needed)}; "
-        f"{format_bytes(there)} are available): a tiny {target.fields['model_type']} of the same architecture was "
-        "audited"
+        f"{format_bytes(there)} are available): a tiny {target.fields['model_type']} of the same architecture is "
+        "audited instead"
     )
 
 

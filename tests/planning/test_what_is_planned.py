@@ -138,8 +138,8 @@ class TestAModuleOfOnesOwn:
         ("settings", "message"),
         [
             ({}, r"give batch=, or a factory that returns \(model, batch\)"),
-            ({"batch": own_model.batch(), "tokens": 512}, "a batch tells its own size"),
-            ({"batch": own_model.batch(), "batch_size": 2}, "a batch tells its own size"),
+            ({"batch": own_model.batch(), "tokens": 512}, "a batch has its own size"),
+            ({"batch": own_model.batch(), "batch_size": 2}, "a batch has its own size"),
             ({"batch": {"ids": own_model.batch()["ids"], "labels": None}}, "returns no loss"),
         ],
     )

@@ -363,7 +363,7 @@ class TestAModelThatIsTooLarge:
         assert type(audited.model).__name__ == "LlamaForCausalLM"
         assert audited.note == (
             "Llama-3.1-8B is too large to audit here (8.0B parameters, about 120 GiB; 20 GiB are available): a tiny "
-            "llama of the same architecture was audited"
+            "llama of the same architecture is audited instead"
         )
 
     @pytest.mark.usefixtures("little_memory")

@@ -46,13 +46,7 @@ class EngineName(enum.StrEnum):
 
 def audit(
     context: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help=MODEL_HELP,
-            show_default=False,
-        ),
-    ] = None,
+    target: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)] = None,
     *,
     engine: Annotated[
         EngineName | None,
@@ -140,19 +134,23 @@ def _audit_one(
 
     if device is not None:
         _check_device(device)
-    with Console(stderr=True).status(f"auditing {escape(name)}"), current_folder_importable():
-        audited = load_audited(name, seed=seed)
+    console = Console(stderr=True)
+    with current_folder_importable():
+        with console.status(f"building {escape(name)}"):
+            audited = load_audited(name, seed=seed)
+        if audited.note is not None:  # before the audit, so that it is said even if the audit fails
+            note(audited.note)
         if device is not None:
             audited = audited.to(device)
         options: dict[str, Any] = {"seed": seed, **audited.options, **_setup(engine, policy, audited)}
         if checks is not None:
             options["checks"] = [check.strip() for check in checks.split(",")]
-        report = lowtide.audit(audited.model, audited.batch, **options)
+        with console.status(f"auditing {escape(name)}"):
+            report = lowtide.audit(audited.model, audited.batch, **options)
     for check in report.checks:
         if REFUSAL in check.evidence:
             give_up(check.evidence[REFUSAL])
     if audited.note is not None:
-        note(audited.note)
         report = dataclasses.replace(report, model=f"{report.model} (tiny, in place of {audited.name})")
     _print(report, output, to)
     return 0 if report.ok else 1

@@ -146,7 +146,7 @@ def _cached_config(name: str) -> Any:
     transformers = importlib.import_module("transformers")
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError):  # not in the cache, or with code of its own, which the second look-up reports
+    except (OSError, ValueError):  # not cached, or with code to be trusted, which the second look-up reports
         return None
 
 
@@ -156,7 +156,7 @@ def _downloaded_config(name: str) -> Any:
         raise PlanError(_not_on_hub(name, reason))
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:  # not there, no access, or code of its own that would have to be trusted
+    except (OSError, ValueError) as error:  # not there, no access, or with code that would have to be trusted
         raise PlanError(_not_on_hub(name, str(error))) from error
 
 
