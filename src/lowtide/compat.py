@@ -1,6 +1,7 @@
-"""Versions: what Lowtide is tested with, and the shims for what differs between versions and what has no public name.
+"""Names the versions that Lowtide is tested with, and holds the shims for what differs between versions.
 
-A shim lives here and nowhere else. It names what it covers, and the version from which it can go if there is one.
+Every shim stands in this file. It names what it covers and, where there is one, the version from which on it can go.
+Torch's private names are behind verbs in `_torch`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MINIMUM = {
     "trl": Version("0.23"),
     "deepspeed": Version("0.18"),
 }
-"""The oldest versions that the package's metadata admits."""
+"""The oldest versions that the package's metadata allows."""
 
 TESTED = {
     "torch": Version("2.13.0"),
@@ -31,9 +32,16 @@ TESTED = {
 }
 """The versions that the tests run with (`constraints.txt` pins the same)."""
 
+_TESTED_TORCH = (Version("2.10.0"), Version("2.15.0"))
+
+
+def tested_torch() -> tuple[Version, Version]:
+    """Return the oldest and the newest torch that the engine is tested with."""
+    return _TESTED_TORCH
+
 
 def installed_version(package: str) -> Version | None:
-    """The version of an installed package, read from its metadata: nothing is imported."""
+    """Return the version of an installed package from its metadata, without importing it; None if it is not there."""
     try:
         return Version(metadata.version(package))
     except metadata.PackageNotFoundError:
@@ -41,9 +49,9 @@ def installed_version(package: str) -> Version | None:
 
 
 def recorded_outputs() -> dict[str, Any]:
-    """The lists that transformers' hooks append outputs to while a forward runs (5.0 and later); it has no public name.
+    """Return the lists that transformers' hooks append outputs to while a forward runs (5.0 and later).
 
-    Empty if none runs, or transformers is not loaded.
+    They are empty if no forward runs or transformers is not loaded. There is no public name for them.
     """
     module = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(module, "_active_collector", None)

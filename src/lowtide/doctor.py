@@ -1,11 +1,9 @@
-"""The plain facts: versions, accelerator, memory, disk, compiler.
+"""Examines this process and this machine: the data behind `lowtide doctor`.
 
-The known traps: patches, versions and limits under which training goes wrong, often without a word.
-
-A hazard is reported only if it is really there: a function that was replaced in this process, a package of a version
-that shows the fault. Each says what happens, and what to do.
-
-What is on this machine, and which known traps are set: the data behind `lowtide doctor`.
+Facts are versions, accelerator, memory, disk and compiler: what a bug report needs. Hazards are known traps: patches,
+versions and limits under which training goes wrong, often silently. A hazard is reported only if it is really there (a
+function that was replaced in this process, an installed version that has the fault), and it says what happens and what
+to do.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import psutil
 import torch
 import torch.utils.checkpoint
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from lowtide import compat, simdevice
 from lowtide._version import __version__
@@ -34,10 +33,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
+__all__ = ["Diagnosis", "Fact", "Hazard", "Severity", "examine"]
+
+
+def examine() -> Diagnosis:
+    """Examine this process and this machine. Nothing is imported, installed, compiled or changed."""
+    return Diagnosis(facts=gather_facts(), hazards=find_hazards())
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Everything that `lowtide doctor` found."""
+
+    facts: list[Fact]
+    hazards: list[Hazard]
+
+    @property
+    def ok(self) -> bool:
+        """Whether Lowtide can work here: errors count, warnings do not."""
+        return all(hazard.severity is not Severity.ERROR for hazard in self.hazards)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One line of the report."""
+    """One line about the machine."""
 
     group: str
     name: str
@@ -45,8 +67,27 @@ class Fact:
     note: str = ""
 
 
+class Severity(enum.StrEnum):
+    ERROR = "error"
+    """Lowtide cannot work."""
+    WARNING = "warning"
+    """Something here gives wrong results, or none."""
+    NOTE = "note"
+    """Something that matters only to some: a fault in a part of a package that you may not use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hazard:
+    """A known trap that is set here, with its remedy."""
+
+    severity: Severity
+    title: str
+    detail: str
+    remedy: str
+
+
 def gather_facts() -> list[Fact]:
-    """All facts, grouped in the order in which they are shown."""
+    """Return all facts, grouped in the order in which they are shown."""
     return [*_software(), *_accelerator(), *_host(), *_emulated_device()]
 
 
@@ -57,10 +98,21 @@ def _software() -> list[Fact]:
     ]
     for package, tested in compat.TESTED.items():
         version = compat.installed_version(package)
-        same = version is not None and version.public == tested.public
-        note = "" if same else f"tested with {tested}"
-        facts.append(Fact("software", package, "not installed" if version is None else str(version), note))
+        oldest, newest = compat.tested_torch() if package == "torch" else (tested, tested)
+        value = "not installed" if version is None else str(version)
+        facts.append(Fact("software", package, value, _tested_note(version, oldest, newest)))
     return facts
+
+
+def _tested_note(version: Version | None, oldest: Version, newest: Version) -> str:
+    """Say which versions are tested, unless the installed one is the only one."""
+    tested = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
+    if version is None:
+        return f"tested with {tested}"
+    public = Version(version.public)  # without what a build adds, such as +cpu
+    if public > newest:
+        return f"newer than what is tested: {tested}"
+    return "" if oldest == newest == public else f"tested with {tested}"
 
 
 def _accelerator() -> list[Fact]:
@@ -116,30 +168,13 @@ def _emulated_device() -> list[Fact]:
     ]
 
 
-class Severity(enum.StrEnum):
-    ERROR = "error"
-    """Lowtide cannot work."""
-    WARNING = "warning"
-    """Something here gives wrong or no results."""
-    NOTE = "note"
-    """An installed package has a fault that shows only if you use that part of it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Hazard:
-    severity: Severity
-    title: str
-    detail: str
-    remedy: str
-
-
 def find_hazards() -> list[Hazard]:
-    """All hazards of this process, the worst first."""
-    found = [*_versions(), *_replaced_checkpoint(), *_limits(), *_known_faults()]
+    """Return all hazards that are set here, the worst first."""
+    found = [*_old_versions(), *_replaced_checkpoint(), *_machine_limits(), *_faulty_packages()]
     return sorted(found, key=lambda hazard: list(Severity).index(hazard.severity))
 
 
-def _versions() -> Iterator[Hazard]:
+def _old_versions() -> Iterator[Hazard]:
     for package, minimum in compat.MINIMUM.items():
         version = compat.installed_version(package)
         if version is None or version >= minimum:
@@ -167,14 +202,14 @@ def _replaced_checkpoint() -> Iterator[Hazard]:
             yield Hazard(
                 Severity.WARNING,
                 f"{name} was replaced by {_origin(function)}",
-                "Everybody in this process who checkpoints gets the replacement, also on models that it was not made "
-                "for, and a second patch wraps the first.",
-                "keep one owner of the checkpoint function in a process",
+                "Every model in this process that checkpoints gets the replacement, even those that it was not made "
+                "for, and a second patch would wrap the first.",
+                "let only one package replace the checkpoint function in a process",
             )
 
 
 def _checkpoint_functions() -> Iterator[tuple[str, Any]]:
-    """Torch's function, and the reference that transformers keeps to it, if it is imported."""
+    """Yield torch's function, and the reference to it that transformers keeps if it is imported."""
     yield "torch.utils.checkpoint.checkpoint", torch.utils.checkpoint.checkpoint
     kept = getattr(sys.modules.get("transformers.modeling_utils"), "checkpoint", None)
     if kept is not None:
@@ -182,7 +217,7 @@ def _checkpoint_functions() -> Iterator[tuple[str, Any]]:
 
 
 def _code(thing: Any) -> CodeType | None:
-    """The code behind a function or an autograd function. Names can be copied (functools.wraps does); code cannot."""
+    """Return the code of a function or an autograd function: functools.wraps copies names, but never code."""
     return getattr(getattr(thing, "forward", thing), "__code__", None)
 
 
@@ -198,20 +233,20 @@ def _origin(thing: Any) -> str:
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _limits() -> Iterator[Hazard]:
+def _machine_limits() -> Iterator[Hazard]:
     if "microsoft" in platform.release().lower():
         yield Hazard(
             Severity.WARNING,
             "WSL2 limits pinned memory",
             "The driver pins only a part of the machine's memory, and then fails.",
-            "cap the host tier, or run on Linux itself",
+            "cap the host tier, or run on Linux directly",
         )
     if _keeps_freed_memory():
         yield Hazard(
             Severity.NOTE,
             "a process on the CPU seems to hold memory that it has freed",
-            "There is no accelerator here, and glibc keeps freed blocks of up to 32 MiB for itself: what recompute and "
-            "the disk tier free does not go back to the system, and a peak of resident memory says nothing.",
+            "There is no accelerator here, and glibc keeps freed blocks of up to 32 MiB: memory that recompute and the "
+            "disk tier free does not go back to the system, and a peak of resident memory says nothing.",
             "start Python with MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=262144",
         )
 
@@ -224,6 +259,8 @@ def _keeps_freed_memory() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Fault:
+    """A fault in some versions of a package."""
+
     package: str
     versions: SpecifierSet
     title: str
@@ -236,8 +273,8 @@ _FAULTS = (
         "accelerate",
         SpecifierSet("<=1.15.0"),
         "FSDP2 activation checkpointing does not keep the random state",
-        "It passes preserve_rng_state=False: with dropout, the recomputed forward draws another mask and the gradients "
-        "are wrong, with no error.",
+        "It passes preserve_rng_state=False: with dropout, the recomputed forward draws a different mask and the "
+        "gradients are wrong, with no error.",
         "leave fsdp_activation_checkpointing off when the model has dropout (LoRA dropout included)",
     ),
     _Fault(
@@ -251,7 +288,7 @@ _FAULTS = (
         "deepspeed",
         SpecifierSet("<=0.19.8"),
         "TiledFusedLogitsLoss does not scale the head's gradient",
-        "Backward multiplies the hidden states' gradient by what comes from above, and not the head's: a division by "
+        "Backward multiplies the hidden states' gradient by the incoming gradient, but not the head's: a division by "
         "tokens, gradient accumulation and a GradScaler do not reach the head.",
         "do not train the head with it",
     ),
@@ -259,38 +296,14 @@ _FAULTS = (
         "axolotl",
         SpecifierSet("<0.20"),
         "activation_offloading: disk goes to the CPU",
-        "The setting is accepted, and the activations stay in host memory.",
+        "The setting is accepted, but the activations stay in host memory.",
         "use Lowtide's plugin with 'lowtide: recompute+offload(disk=/scratch)'",
     ),
 )
 
 
-def _known_faults() -> Iterator[Hazard]:
+def _faulty_packages() -> Iterator[Hazard]:
     for fault in _FAULTS:
         version = compat.installed_version(fault.package)
         if version is not None and version in fault.versions:
             yield Hazard(Severity.NOTE, f"{fault.package} {version}: {fault.title}", fault.detail, fault.remedy)
-
-
-__all__ = ["Diagnosis", "Fact", "Hazard", "Severity", "examine"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Diagnosis:
-    """Everything `lowtide doctor` knows."""
-
-    facts: list[Fact]
-    hazards: list[Hazard]
-
-    @property
-    def ok(self) -> bool:
-        """Whether Lowtide can work here: warnings do not count, errors do."""
-        return all(hazard.severity is not Severity.ERROR for hazard in self.hazards)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, **dataclasses.asdict(self)}
-
-
-def examine() -> Diagnosis:
-    """Look at this process and this machine. Nothing is imported, installed, compiled or changed."""
-    return Diagnosis(facts=gather_facts(), hazards=find_hazards())

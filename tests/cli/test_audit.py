@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -17,7 +18,7 @@ import lowtide_zoo.survey
 from lowtide.auditing import CannotAuditError
 from lowtide.cli import app
 from lowtide.errors import OffloadError
-from lowtide.targets.audited import load_target
+from lowtide_zoo.audited_model import load_audited
 from lowtide_zoo.records import Record
 from support import needs_zoo
 
@@ -103,10 +104,10 @@ def test_a_failure_is_exit_code_one_with_evidence_and_remedy(run):
     ("target", "message"),
     [
         ("factories_of_a_test:raises", "no model today"),
-        ("factories_of_a_test:nothing", "could not be run"),
+        ("factories_of_a_test:nothing", "cannot be imported: module 'factories_of_a_test' has no attribute"),
         ("factories_of_a_test:empty", "no parameter that needs a gradient"),
         ("factories_of_a_test:misfit", "does the batch fit the model?"),
-        ("no_such_architecture", "neither MODULE:FACTORY"),
+        ("no_such_architecture", "unknown model 'no_such_architecture'"),
         ("lama", "did you mean llama?"),
         (".", "no config.json"),
         ("factories_of_a_test:misspelt", "'dropuot' is no keyword of lowtide.audit; did you mean 'dropout'?"),
@@ -194,7 +195,7 @@ def test_the_policy_of_the_help_page_works_without_a_gpu(run):
 @pytest.mark.parametrize("arguments", [("--zoo",), ("llama",), ("folder/",)])
 def test_without_transformers_one_message_says_what_to_install(run, tmp_path, monkeypatch, arguments):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "folder" / "config.json").write_text('{"model_type": "llama"}')
     for module in ("transformers", "transformers.models.auto.configuration_auto"):
         monkeypatch.setitem(sys.modules, module, None)
     result = run(*arguments)
@@ -203,17 +204,14 @@ def test_without_transformers_one_message_says_what_to_install(run, tmp_path, mo
     assert "pip install 'lowtide[hf]'" in result.output
 
 
-def test_weights_that_do_not_fit_are_one_message(run, tmp_path, monkeypatch):
-    import transformers
-
-    def misfit(_):
-        raise RuntimeError("Error(s) in loading state_dict: size mismatch")
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", misfit)
-    (tmp_path / "config.json").write_text("{}")
+def test_weights_that_do_not_fit_are_one_message(run, tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
     result = run(".")
     assert result.exit_code == 2, result.exception
-    assert "size mismatch" in result.output
+    assert "could not be loaded: RuntimeError" in result.output
+    assert "mismatch" in result.output
 
 
 def test_nothing_proven_is_not_called_zero_failures(run):
@@ -277,7 +275,13 @@ def test_the_bar_of_a_resumed_survey_counts_what_is_left(run, tmp_path, monkeypa
     other = Record(model_type="qwen3", engine="transformers", status="audited", versions={}, command="")
     (tmp_path / "r.jsonl").write_text(f"{done.to_json()}\n{other.to_json()}\n")
     totals = []
-    monkeypatch.setattr(sys.modules["lowtide.cli.audit"], "_with_progress", lambda total, _: totals.append(total) or [])
+
+    def progress_bar(console, *, total, **_):
+        totals.append(total)
+        return contextlib.nullcontext(lambda *_: None)
+
+    monkeypatch.setattr(sys.modules["lowtide.cli.audit"], "progress_bar", progress_bar)
+    monkeypatch.setattr(lowtide_zoo.survey, "run_survey", lambda *_, **__: [])
     for more in ((), ("--resume",)):
         run("--zoo", "--engine", "lowtide", "--family", "qwen[23]", "--records", "r.jsonl", *more)
     assert totals == [2, 1]
@@ -317,7 +321,7 @@ def test_the_seed_is_that_of_a_folders_random_weights(tmp_path):
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(tmp_path)
     state = torch.get_rng_state()
-    one, same, other = (load_target(str(tmp_path), seed=seed).model.lm_head.weight for seed in (0, 0, 1))
+    one, same, other = (load_audited(str(tmp_path), seed=seed).model.lm_head.weight for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), state)

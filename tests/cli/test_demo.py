@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 from lowtide.cli import app
 from lowtide.demo import story, training
-from lowtide.demo import training as small_vlm
 
 
 @pytest.fixture
 def console(sim, monkeypatch: pytest.MonkeyPatch) -> Console:
-    monkeypatch.setattr(small_vlm, "LAYERS", 2)
-    monkeypatch.setattr(small_vlm, "TOKENS", 192)
+    monkeypatch.setattr(training, "LAYERS", 2)
+    monkeypatch.setattr(training, "TOKENS", 192)
     return Console(record=True, width=120, file=io.StringIO())
 
 

@@ -99,7 +99,7 @@ def test_exact_is_for_a_plan(config: str, question: str):
     [
         (("--longest", "--tokens", "128k"), "--tokens is what --longest finds"),
         (("--largest-batch", "--batch", "64"), "--batch is what --largest-batch finds"),
-        (("--lora-dtype", "fp32"), "--lora-dtype is of adapters: give --lora 16"),
+        (("--lora-dtype", "fp32"), "--lora-dtype is for adapters: give --lora 16"),
         (("--longest", "--budget", "0"), "a budget of 0 fits nothing"),
     ],
 )

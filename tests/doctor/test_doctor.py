@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowtide import compat
 from lowtide.cli import app
-from lowtide.doctor import Severity, examine
+from lowtide.doctor import Fact, Severity, examine
 
 
 def titles() -> list[str]:
@@ -93,6 +93,27 @@ def test_old_versions(monkeypatch, package, severity, ok):
     assert diagnosis.ok is ok
     assert diagnosis.hazards[0] == hazard, "the worst comes first"
     assert doctor().exit_code == (0 if ok else 1)
+
+
+def software(name: str) -> Fact:
+    (fact,) = (fact for fact in examine().facts if (fact.group, fact.name) == ("software", name))
+    return fact
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "note"),
+    [
+        ("torch", "2.13.0+cpu", "tested with 2.10.0 to 2.15.0"),
+        ("torch", "2.15.0+cpu", "tested with 2.10.0 to 2.15.0"),
+        ("torch", "2.16.1", "newer than what is tested: 2.10.0 to 2.15.0"),
+        ("peft", "0.21.2", ""),
+        ("peft", "0.18", "tested with 0.21.2"),
+        ("peft", "1.0", "newer than what is tested: 0.21.2"),
+    ],
+)
+def test_a_version_is_held_against_the_tested_ones(monkeypatch, package, version, note):
+    monkeypatch.setattr(compat, "installed_version", lambda _: Version(version))
+    assert software(package).note == note
 
 
 def test_faults_are_noted_for_the_versions_that_have_them(monkeypatch):

@@ -71,7 +71,7 @@ def test_a_name_of_the_hub_is_its_configuration(tmp_path: Path):
     )
     first, second = found.stdout.strip().split("\n", 1)
     assert first == "config org/tiny True"
-    assert "'org/other' is no file here, and its configuration cannot be had from the Hub" in second
+    assert "'org/other' is not a file or folder here, and its configuration could not be fetched from the Hub" in second
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-4B-Instruct", "qwen3-vl-4b", "Qwen3-VL-4B-Thinking"])
@@ -144,8 +144,8 @@ class TestAModuleOfOnesOwn:
         ("settings", "message"),
         [
             ({}, r"give batch=, or a factory that returns \(model, batch\)"),
-            ({"batch": own_model.batch(), "tokens": 512}, "a batch tells its own size"),
-            ({"batch": own_model.batch(), "batch_size": 2}, "a batch tells its own size"),
+            ({"batch": own_model.batch(), "tokens": 512}, "a batch has its own size"),
+            ({"batch": own_model.batch(), "batch_size": 2}, "a batch has its own size"),
             ({"batch": {"ids": own_model.batch()["ids"], "labels": None}}, "returns no loss"),
         ],
     )

@@ -21,6 +21,8 @@ from support import eventually
 BLOCK, LIMIT = 8192, 256 * 1024
 places = st.integers(0, 20)
 
+STEPS = ["start", "release", "prefetch", "get"]
+
 
 class StoreMachine(RuleBasedStateMachine):
     """The model: what each stored tensor must hold. Whatever fails, it either comes back as it was or raises."""
@@ -47,7 +49,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.held.append((self.store.put(expected.to(self.device)), expected))
 
     @precondition(lambda self: self.held)
-    @rule(which=places, steps=st.lists(st.sampled_from(["start", "release", "prefetch", "get"]), min_size=1, max_size=4))
+    @rule(
+        which=places, steps=st.lists(st.sampled_from(["start", "release", "prefetch", "get"]), min_size=1, max_size=4)
+    )
     def use(self, which, steps):
         stored, expected = self.held[which % len(self.held)]
         for step in steps:

@@ -14,8 +14,8 @@ from torch import nn
 import lowtide
 import lowtide_zoo as zoo
 from lowtide.auditing import AuditReport, CannotAuditError, CheckResult, Verdict
-from lowtide.targets.audited import Target
 from lowtide_zoo import survey
+from lowtide_zoo.audited_model import AuditedModel
 from lowtide_zoo.page import as_json, as_text
 from lowtide_zoo.records import Record, read_records, summarize
 from lowtide_zoo.survey import Engine, run_survey, survey_one
@@ -248,6 +248,7 @@ class Encoded(collections.UserDict):
 
 
 def test_a_batch_of_a_tokenizer_goes_to_the_device(sim):
-    target = Target("of a test", nn.Linear(4, 4), Encoded(x=torch.ones(2, 4), names=["a", "b"])).to("sim")
-    assert target.batch["x"].device.type == "sim"
-    assert target.batch["names"] == ["a", "b"]
+    batch = Encoded(x=torch.ones(2, 4), names=["a", "b"])
+    audited = AuditedModel(name="of a test", model=nn.Linear(4, 4), batch=batch).to("sim")
+    assert audited.batch["x"].device.type == "sim"
+    assert audited.batch["names"] == ["a", "b"]

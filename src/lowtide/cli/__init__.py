@@ -1,4 +1,4 @@
-"""The `lowtide` command. Each verb is a module of this package; this one puts them together."""
+"""Puts the `lowtide` command together. Each verb is a module of this package, and only prints what a room returns."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def main(
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the library logs.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the library's log on stderr.")] = False,
 ) -> None:
     if verbose:
-        context.with_resource(_shown_log())
+        context.with_resource(_log_to_stderr())
 
 
 @contextlib.contextmanager
-def _shown_log() -> Iterator[None]:
-    """What the library logs goes to stderr, so that stdout is the answer alone. Other loggers are left as they are."""
+def _log_to_stderr() -> Iterator[None]:
+    """Send the library's log to stderr, so that stdout holds the answer alone. Other loggers are left as they are."""
     from rich.logging import RichHandler
 
     logger = logging.getLogger("lowtide")

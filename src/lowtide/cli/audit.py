@@ -1,9 +1,11 @@
-"""`lowtide audit`: one model, or the whole zoo."""
+"""`lowtide audit`: judges one model, or every architecture of the installed transformers."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import fnmatch
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,26 +13,30 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lowtide.cli.output import COULD_NOT_RUN, check_output, give_up, refuse_unused, write
+from lowtide.cli.output import (
+    COULD_NOT_RUN,
+    MODEL_HELP,
+    Format,
+    check_output,
+    format_option,
+    give_up,
+    note,
+    print_paragraph,
+    refuse_unused,
+    write,
+)
+from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
-    from lowtide.targets.audited import Target
+    from lowtide_zoo.audited_model import AuditedModel
     from lowtide_zoo.records import Record
 
 _COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow", "not applicable": "dim"}
-_OF_ONE = ("policy", "checks", "seed", "device")
-_OF_ZOO = ("family", "workers", "timeout", "resume", "records")
+_FOR_ONE = ("policy", "checks", "seed", "device")
+_FOR_ZOO = ("family", "workers", "timeout", "resume", "records")
 _NO_ANSWER = ("failed to run", "timed out")
-"""Of the zoo's records, those that say nothing about the engine; what is refused or cannot be built has its reason."""
-
-
-class Format(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-    JUNIT = "junit"
-    HTML = "html"
-    GITHUB = "github"
+"""Records of the zoo that say nothing about the engine. One that was refused or not built has its reason."""
 
 
 class EngineName(enum.StrEnum):
@@ -40,20 +46,13 @@ class EngineName(enum.StrEnum):
 
 def audit(
     context: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help="[bold]MODULE:FACTORY[/] (returns model, batch and, if you like, keywords of lowtide.audit), a model "
-            "folder with a config.json, or a transformers model type such as [bold]llama[/].",
-            show_default=False,
-        ),
-    ] = None,
+    target: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)] = None,
     *,
     engine: Annotated[
         EngineName | None,
         typer.Option(
-            help="What to judge: transformers' own flag in both modes, or lowtide.apply. Default: the flag of a "
-            "transformers model in which nothing is switched on; any other model as it is."
+            help="What to judge: transformers' own flag in both of its modes, or lowtide.apply. Default: the flag, if "
+            "this is a transformers model with nothing switched on; else the model as it is."
         ),
     ] = None,
     policy: Annotated[
@@ -62,28 +61,37 @@ def audit(
     checks: Annotated[
         str | None, typer.Option(help="Only these checks, comma-separated. An unknown name lists them all.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, batch and dropout.")] = 0,
-    device: Annotated[str | None, typer.Option(help="Move model and batch there first, e.g. cuda.")] = None,
-    output: Annotated[Format, typer.Option("--format", help="How to print the report.")] = Format.TEXT,
-    to: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for random weights, batch and dropout.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Move the model and the batch there first, e.g. cuda.")] = None,
+    output: Annotated[Format, format_option("the report", *Format)] = Format.TEXT,
+    to: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this file instead.")] = None,
     whole_zoo: Annotated[
         bool, typer.Option("--zoo", help="Audit every architecture of the installed transformers, tiny and random.")
     ] = False,
-    family: Annotated[str, typer.Option(help="With --zoo: only model types that fit this glob.")] = "*",
-    workers: Annotated[int, typer.Option(min=1, help="With --zoo: processes at a time.")] = 2,
+    family: Annotated[str, typer.Option(help="With --zoo: only model types that match this glob.")] = "*",
+    workers: Annotated[int, typer.Option(min=1, help="With --zoo: how many processes run at a time.")] = 2,
     timeout: Annotated[float, typer.Option(help="With --zoo: seconds per architecture.")] = 240,
-    resume: Annotated[bool, typer.Option(help="With --zoo: go on where the file of records ends.")] = False,
+    resume: Annotated[bool, typer.Option(help="With --zoo: continue where the records end.")] = False,
     records: Annotated[
-        Path, typer.Option(help="With --zoo: a line of JSON per architecture goes there as it is done.")
+        Path,
+        typer.Option(help="With --zoo: where each architecture is recorded as soon as it is done, as a line of JSON."),
     ] = Path("lowtide-zoo.jsonl"),
 ) -> None:
     """Prove that checkpointing is active and that the gradients are right, by running training steps.
 
-    Judges anybody's set-up: the model as it is, transformers' own flag, or Lowtide's. Exit code 0: nothing failed.
-    1: a check failed, or nothing is proven about gradients. 2: it could not be run; of the zoo, at least one
-    architecture.
+    It judges any set-up: the model as it is, transformers' own flag, or Lowtide.
+
+    A model type stands for a tiny model with random weights. Any other name is
+    audited at full size, with its weights if they are on this machine, else with
+    random ones; if that does not fit in memory, a tiny model of the same type is
+    audited instead, and a note says so.
+
+    Exit code 0: nothing failed. 1: a check failed, or nothing is proven about
+    gradients. 2: it could not run; with --zoo, for at least one architecture.
 
     Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
+
+    A model on disk, with its weights:  [bold]lowtide audit ./my-model[/]
 
     Your own model, in CI:  [bold]lowtide audit my_package.models:tiny --format github[/]
 
@@ -94,10 +102,10 @@ def audit(
     if (target is None) != whole_zoo:
         give_up("give one target, or --zoo")
     if whole_zoo:
-        refuse_unused(context, _OF_ONE, "is for one target: the zoo has its own")
+        refuse_unused(context, _FOR_ONE, "is for one target: the zoo has its own setting")
         check_output(records)
     else:
-        refuse_unused(context, _OF_ZOO, "goes with --zoo")
+        refuse_unused(context, _FOR_ZOO, "goes with --zoo")
     check_output(to)
     try:
         if whole_zoo:
@@ -121,27 +129,35 @@ def _audit_one(
 ) -> int:
     import lowtide
     from lowtide.auditing.report import REFUSAL
-    from lowtide.targets.audited import load_target
+    from lowtide.targets.models import current_folder_importable
+    from lowtide_zoo.audited_model import load_audited
 
     if device is not None:
         _check_device(device)
-    with Console(stderr=True).status(f"auditing {name}"):
-        target = load_target(name, seed=seed)
+    console = Console(stderr=True)
+    with current_folder_importable():
+        with console.status(f"building {escape(name)}"):
+            audited = load_audited(name, seed=seed)
+        if audited.note is not None:  # before the audit, so that it is said even if the audit fails
+            note(audited.note)
         if device is not None:
-            target = target.to(device)
-        options: dict[str, Any] = {"seed": seed, **target.options, **_setup(engine, policy, target)}
+            audited = audited.to(device)
+        options: dict[str, Any] = {"seed": seed, **audited.options, **_setup(engine, policy, audited)}
         if checks is not None:
             options["checks"] = [check.strip() for check in checks.split(",")]
-        report = lowtide.audit(target.model, target.batch, **options)
+        with console.status(f"auditing {escape(name)}"):
+            report = lowtide.audit(audited.model, audited.batch, **options)
     for check in report.checks:
         if REFUSAL in check.evidence:
             give_up(check.evidence[REFUSAL])
+    if audited.note is not None:
+        report = dataclasses.replace(report, model=f"{report.model} (tiny, in place of {audited.name})")
     _print(report, output, to)
     return 0 if report.ok else 1
 
 
 def _check_device(device: str) -> None:
-    """Before the work: a build without it, a machine without it, or no such word."""
+    """Give up if torch cannot use the device: an unknown word, a build without it, or a machine without it."""
     import torch
 
     try:
@@ -150,7 +166,7 @@ def _check_device(device: str) -> None:
         give_up(f"--device {device} cannot be used here: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
 
-def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dict[str, Any]:
+def _setup(engine: EngineName | None, policy: str | None, audited: AuditedModel) -> dict[str, Any]:
     import lowtide
     from lowtide.auditing.setups import MODES
     from lowtide.errors import InvalidValueError
@@ -158,14 +174,16 @@ def _setup(engine: EngineName | None, policy: str | None, target: Target) -> dic
 
     if policy is None and engine is None:
         return {}
-    if "configure" in target.options:
-        raise InvalidValueError(f"{target.name} says itself what to judge (configure): leave --engine and --policy out")
+    if "configure" in audited.options:
+        raise InvalidValueError(
+            f"{audited.name} returns configure, which decides what is judged: leave --engine and --policy out"
+        )
     if engine is EngineName.TRANSFORMERS:
         if policy is not None:
             raise InvalidValueError("--policy is for Lowtide's engine: leave out --engine transformers")
         return {"modes": MODES}
     wanted = lowtide.Policy.parse(policy or "recompute")
-    dropout = {"dropout": dropout_under(wanted)} if target.is_tiny else {}
+    dropout = {"dropout": dropout_under(wanted)} if audited.is_tiny else {}
     return {"configure": lambda model: lowtide.apply(model, wanted), "offload": wanted.offload is not None, **dropout}
 
 
@@ -200,11 +218,9 @@ def _print_text(report: AuditReport) -> None:
             mode = check.mode
             console.print(f"[bold]{escape(report.model)}[/], {escape(mode)}")
         colour = _COLOURS[check.verdict]
-        console.print(
-            f"  [{colour}]{check.verdict:<14}[/] {escape(check.name)}: {escape(check.summary)}", soft_wrap=True
-        )
+        print_paragraph(console, f"  [{colour}]{check.verdict:<14}[/] {escape(check.name)}: {escape(check.summary)}")
         if check.verdict in ("fail", "inconclusive") and check.remedy:
-            console.print(f"                 [dim]remedy: {escape(check.remedy)}[/]", soft_wrap=True)
+            print_paragraph(console, f"                 [dim]remedy: {escape(check.remedy)}[/]")
     console.print(f"[{'green' if report.ok else 'red'}]{escape(report.conclusion)}[/]")
 
 
@@ -224,36 +240,26 @@ def _audit_zoo(
     from lowtide_zoo.survey import Engine, run_survey
 
     if output not in (Format.TEXT, Format.JSON, Format.HTML):
-        raise InvalidValueError(f"the zoo's summary is text, json or html, not {output}")
+        raise InvalidValueError(f"--zoo prints text, json or html, not {output}")
     wanted = [name for name in zoo.model_types() if fnmatch.fnmatchcase(name, family)]
     if not wanted:
         raise InvalidValueError(f"no model type of the installed transformers fits {family!r}")
     done = surveyed(records, engine.value) if resume else set()
-    found = _with_progress(
-        len([name for name in wanted if name not in done]),
-        lambda show: run_survey(
-            wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=show
-        ),
-    )
+    left = len([name for name in wanted if name not in done])
+    with progress_bar(Console(stderr=True), total=left, shows_remaining=True) as show:
+        count = itertools.count(1)
+
+        def on_record(record: Record) -> None:
+            outcome = f"{len(record.failures)} failures" if record.failures else record.status
+            show(f"{record.model_type}: {outcome}", next(count), left)
+
+        found = run_survey(
+            wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=on_record
+        )
     _print_zoo(found, output, to)
     if any(record.failures for record in found):
         return 1
     return COULD_NOT_RUN if any(record.status in _NO_ANSWER for record in found) else 0
-
-
-def _with_progress(total: int, run: Any) -> list[Record]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")]
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total)
-
-        def show(record: Record) -> None:
-            marks = f"{len(record.failures)} failures" if record.failures else record.status
-            progress.update(task, advance=1, description=f"{record.model_type}: {marks}")
-
-        found: list[Record] = run(show)
-    return found
 
 
 def _print_zoo(found: list[Record], output: Format, to: Path | None) -> None:

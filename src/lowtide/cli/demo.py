@@ -1,4 +1,4 @@
-"""`lowtide demo`: the whole story, on any machine."""
+"""`lowtide demo`: shows the whole story, on any machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _FAILED = 1
 
 
 def demo() -> None:
-    """Watch it work, without a GPU: a run that does not fit, and does; the proof; two ranks; a plan at full size.
+    """Watch it work without a GPU: a run that does not fit is made to fit, audited, run on two ranks, and planned.
 
-    Takes under three minutes. Everything that it prints is measured while it runs. It needs a C++ compiler and
+    It takes under three minutes, and everything that it prints is measured while
+    it runs. It needs a C++ compiler and
     [bold]pip install 'lowtide\\[sim,hf]'[/].
     """
     from lowtide.errors import LowtideError

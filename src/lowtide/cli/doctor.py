@@ -1,8 +1,7 @@
-"""`lowtide doctor`: the diagnosis as tables, or as JSON for a bug report."""
+"""`lowtide doctor`: prints the diagnosis as tables, or as JSON for a bug report."""
 
 from __future__ import annotations
 
-import enum
 import importlib
 import itertools
 import json
@@ -14,17 +13,12 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from lowtide.cli.output import give_up
+from lowtide.cli.output import Format, format_option, give_up
 
 if TYPE_CHECKING:
     from lowtide.doctor import Diagnosis, Hazard
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "blue"}
-
-
-class Format(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
 
 
 def doctor(
@@ -33,16 +27,18 @@ def doctor(
         typer.Option(
             "--import",
             metavar="MODULE",
-            help="Import this first, as your training script does: some packages patch torch when imported. "
-            "May be given several times.",
+            help="Import this first, as your training script does: some packages patch torch when they are imported. "
+            "Can be given several times.",
         ),
     ] = None,
-    output: Annotated[Format, typer.Option("--format", help="How to print the diagnosis.")] = Format.TEXT,
+    output: Annotated[Format, format_option("the diagnosis", Format.TEXT, Format.JSON)] = Format.TEXT,
 ) -> None:
     """Show versions, accelerator, memory, disk and compiler, and warn about known traps.
 
-    Nothing is changed and nothing is compiled. Exit code 0: Lowtide can work here (there may be warnings).
-    1: it cannot. 2: a module given with [bold]--import[/] could not be imported.
+    Nothing is changed and nothing is compiled.
+
+    Exit code 0: Lowtide can work here (there may be warnings). 1: it cannot.
+    2: a module given with [bold]--import[/] could not be imported.
 
     Does importing unsloth patch torch's checkpoint?  [bold]lowtide doctor --import unsloth[/]
     """
@@ -61,13 +57,15 @@ def doctor(
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  whatever a package raises when it is imported
+    except Exception as error:  # noqa: BLE001  (whatever a package raises when it is imported)
         give_up(f"importing {module} failed: {type(error).__name__}: {error}")
 
 
 def _print_text(diagnosis: Diagnosis) -> None:
     console = Console()
     table = Table(show_header=False, box=None, pad_edge=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a path is wrapped, never cut
     for group, facts in itertools.groupby(diagnosis.facts, key=lambda fact: fact.group):
         table.add_row(f"[bold]{group}[/]")
         for fact in facts:

@@ -1,29 +1,64 @@
-"""What the verbs share: how text goes out, how progress is shown, and how a command says that it cannot go on."""
+"""Prints for all verbs: formats, files, notes, and the one line that says why a command could not run."""
 
 from __future__ import annotations
 
+import enum
 import os
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lowtide.targets import FORMS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
+MODEL_HELP = (
+    f"The model: {FORMS}. A factory returns (model, batch), (model, batch, options) with keywords of lowtide.audit, or "
+    "a transformers model alone."
+)
+"""How `plan` and `audit` explain what they take."""
+
 COULD_NOT_RUN = 2
-"""The exit code if there is no answer; 0 and 1 are answers."""
+"""The exit code of a command that has no answer; 0 and 1 are answers."""
+
+
+class Format(enum.StrEnum):
+    """How a result is printed. Each verb offers some of these."""
+
+    TEXT = "text"
+    JSON = "json"
+    HTML = "html"
+    JUNIT = "junit"
+    GITHUB = "github"
+
+
+def format_option(what: str, *formats: Format) -> Any:
+    """Return the option `--format` of a verb that prints `what` in these formats."""
+
+    def parse(word: str) -> Format:
+        if word not in formats:
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(formats)}.")
+        return Format(word)
+
+    return typer.Option("--format", parser=parse, metavar=f"<{'|'.join(formats)}>", help=f"How to print {what}.")
 
 
 def give_up(message: str, code: int = COULD_NOT_RUN) -> NoReturn:
-    """One line on stderr. Brackets in it are words, not markup."""
+    """Print one line on stderr and exit. Brackets in the message are text, not markup."""
     Console(stderr=True).print(f"[red]error[/] {escape(message)}", soft_wrap=True)
     raise typer.Exit(code)
 
 
+def note(message: str) -> None:
+    """Print one line on stderr that the reader of the result should know."""
+    Console(stderr=True).print(f"[yellow]note[/] {escape(message)}", soft_wrap=True)
+
+
 def refuse_unused(context: typer.Context, names: tuple[str, ...], why: str) -> None:
-    """An option that was given and would do nothing."""
+    """Give up if one of these options was given: here it would do nothing."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -31,7 +66,7 @@ def refuse_unused(context: typer.Context, names: tuple[str, ...], why: str) -> N
 
 
 def check_output(to: Path | None) -> None:
-    """Before the work: what will be written can be."""
+    """Give up before the work starts if the result could not be written to this file."""
     if to is None:
         return
     if to.is_dir():
@@ -43,7 +78,7 @@ def check_output(to: Path | None) -> None:
 
 
 def write(text: str, to: Path | None) -> None:
-    """To a file, or to stdout."""
+    """Write a result to a file, or to stdout."""
     if to is None:
         typer.echo(text)
         return
@@ -52,3 +87,8 @@ def write(text: str, to: Path | None) -> None:
     except OSError as error:
         give_up(f"{to} cannot be written: {error.strerror}")
     Console(stderr=True).print(f"written to {escape(str(to))}", soft_wrap=True)
+
+
+def print_paragraph(console: Console, text: str) -> None:
+    """Print markup that is wrapped at words in a terminal, and kept on one line in a pipe, where programs read it."""
+    console.print(text, soft_wrap=not console.is_terminal)

@@ -1,4 +1,4 @@
-"""`lowtide plan` and `lowtide calibrate`: will it fit, which policy is the fastest that fits, how long a sequence."""
+"""`lowtide plan` and `lowtide calibrate`: will it fit, which policy is the fastest that fits, how long can it be."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from lowtide.cli.output import check_output, give_up, refuse_unused, write
+from lowtide.cli.output import (
+    MODEL_HELP,
+    Format,
+    check_output,
+    format_option,
+    give_up,
+    print_paragraph,
+    refuse_unused,
+    write,
+)
+from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lowtide.planning import Plan
     from lowtide.planning.max_fit import MaxFit
     from lowtide.simulation.estimate import Estimate
 
 
 _UNIFORM = len("recompute+offload+tile(loss)")
-"""No policy that treats all regions alike is longer."""
+"""The width of the longest policy that treats all regions alike."""
 _REASON = "at the peak"
 _SENTENCE = 40
-"""Columns from which on a sentence is read better in several lines than cut."""
+"""From this many columns on, a sentence is wrapped; in fewer, it is cut."""
 _GAP = 2
-"""Between columns."""
-
-
-class Format(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-    HTML = "html"
+"""Spaces between two columns of a table."""
 
 
 class EngineName(enum.StrEnum):
@@ -51,57 +53,70 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A known name (Qwen3-8B), a name of the Hub (org/model), a config.json or its folder, a model type of "
-            "transformers, or MODULE:FACTORY."
+            help=MODEL_HELP,
         ),
     ],
     tokens: Annotated[
         str | None,
-        typer.Option(help="The length of each sequence: 131072 or 128k. Default: 8k; for MODULE:FACTORY its batch's."),
+        typer.Option(
+            help="Tokens per sequence: 131072 or 128k. Default: 8k; with MODULE:FACTORY, as long as its batch."
+        ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="H100, L40S, RTX 4090, ... Default: the GPU of this machine.")
+        str | None, typer.Option(help="The GPU: H100, L40S, RTX 4090, ... Default: the one in this machine.")
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Device memory to use, like 44GiB. Default: all of it.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Device memory to use, e.g. 44GiB. Default: all of it.")] = None,
     host_budget: Annotated[
-        str | None, typer.Option(help="Host memory that offload may pin, per rank. Default: twice the device's.")
+        str | None, typer.Option(help="Host memory that offload may pin per rank. Default: twice the device's memory.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, one per device.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes, one per device.")] = 1,
     engine: Annotated[
-        EngineName | None, typer.Option(help="How ranks share the work. Default with ranks: ddp.")
+        EngineName | None, typer.Option(help="How the ranks share the work. Default for several ranks: ddp.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 1,
-    images: Annotated[str | None, typer.Option(help="Pictures per sequence: 4x1024x1024.")] = None,
+    images: Annotated[str | None, typer.Option(help="Pictures per sequence, and their size: 4x1024x1024.")] = None,
     lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters. Default: full fine-tuning.")] = None,
-    lora_dtype: Annotated[str, typer.Option(help="Of the adapters: fp32, as PEFT makes them, or bf16.")] = "fp32",
-    four_bit: Annotated[bool, typer.Option("--4bit", help="A frozen base of 4 bits (QLoRA).")] = False,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16.")] = None,
-    masters: Annotated[bool, typer.Option(help="float32 copies of the weights in the optimizer.")] = False,
+    lora_dtype: Annotated[
+        str, typer.Option(help="Type of the adapters: fp32, which is PEFT's default, or bf16.")
+    ] = "fp32",
+    four_bit: Annotated[bool, typer.Option("--4bit", help="The frozen base has 4-bit weights (QLoRA).")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Type of the weights: bf16, fp16 or fp32. Default: bf16.")] = None,
+    masters: Annotated[bool, typer.Option(help="The optimizer keeps float32 copies of the weights.")] = False,
     optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw_foreach, adamw8bit or sgd.")] = "adamw",
     attention: Annotated[str, typer.Option(help="auto, flash, efficient, cudnn or math.")] = "auto",
-    policy: Annotated[str | None, typer.Option(help="Only this policy, simulated whole.")] = None,
-    longest: Annotated[bool, typer.Option("--longest", help="How long a sequence fits, for each policy?")] = False,
-    largest_batch: Annotated[bool, typer.Option("--largest-batch", help="How large a batch fits?")] = False,
+    policy: Annotated[str | None, typer.Option(help="Simulate only this policy, with every layer.")] = None,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Find the longest sequence that fits, for each policy.")
+    ] = False,
+    largest_batch: Annotated[
+        bool, typer.Option("--largest-batch", help="Find the largest batch that fits, for each policy.")
+    ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer of every policy.")] = False,
-    calibration: Annotated[Path | None, typer.Option(help="What `lowtide calibrate` wrote on the GPU.")] = None,
-    cache: Annotated[bool, typer.Option(help="Keep results, and use those that are known.")] = True,
-    output: Annotated[Format, typer.Option("--format", help="How to show the plan.")] = Format.TEXT,
-    to: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="The file that `lowtide calibrate` wrote on the GPU.")
+    ] = None,
+    cache: Annotated[bool, typer.Option(help="Keep results, and reuse those of earlier plans.")] = True,
+    output: Annotated[Format, format_option("the plan", Format.TEXT, Format.JSON, Format.HTML)] = Format.TEXT,
+    to: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file instead.")] = None,
 ) -> None:
     """Will it fit, and which policy is the fastest that fits? No GPU is needed.
 
-    One training step of the real model runs through the real engine, on tensors that have shapes and no memory. Exit
-    code 0: something fits. 1: nothing does. 2: it could not be planned.
+    One training step of the real model runs through the real engine, on tensors
+    that have shapes but take no memory. Of a model on the Hub, only the
+    configuration is downloaded.
+
+    Exit code 0: something fits. 1: nothing fits. 2: the plan could not be made.
 
     [bold]lowtide plan Qwen3-VL-4B --tokens 128k --device L40S --ranks 8 --lora 16 --lora-dtype bf16[/]
 
     [bold]lowtide plan Llama-3.1-8B --device H100 --longest[/]
     """
     from lowtide.errors import LowtideError
+    from lowtide.targets.target import is_factory
 
     _check_question(context, output, longest=longest, largest_batch=largest_batch, exact=exact)
     if lora is None:
-        refuse_unused(context, ("lora_dtype",), "is of adapters: give --lora 16 (or another rank)")
+        refuse_unused(context, ("lora_dtype",), "is for adapters: give --lora 16 (or another rank)")
     check_output(to)
     settings: dict[str, Any] = {
         "batch_size": batch,
@@ -122,11 +137,13 @@ def plan(
         "host_budget": host_budget,
         "calibration": calibration,
     }
-    tokens = "8k" if tokens is None and ":" not in model else tokens
+    tokens = "8k" if tokens is None and not is_factory(model) else tokens
     try:
         if longest or largest_batch:
             figure = "tokens" if longest else "batch_size"
-            code = _longest(model, tokens, settings, limits, policy, figure=figure, cache=cache, output=output, to=to)
+            code = _find_largest(
+                model, tokens, settings, limits, policy, figure=figure, cache=cache, output=output, to=to
+            )
         else:
             code = _plan(model, tokens, settings | limits, policy, exact=exact, cache=cache, output=output, to=to)
     except LowtideError as error:
@@ -135,13 +152,13 @@ def plan(
 
 
 def _check_question(context: typer.Context, output: Format, *, longest: bool, largest_batch: bool, exact: bool) -> None:
-    """The two questions of size are asked one at a time, and without what they are to find."""
+    """Give up if both questions about size are asked at once, or if the size that is to be found is given."""
     if longest and largest_batch:
         give_up("--longest and --largest-batch are two questions: ask one at a time")
     if (longest or largest_batch) and output is Format.HTML:
         give_up("--longest and --largest-batch are answered as text or json")
     if (longest or largest_batch) and exact:
-        give_up("--exact is for a plan: --longest and --largest-batch try many sizes without")
+        give_up("--exact is for a plan: --longest and --largest-batch try many sizes, without it")
     if longest:
         refuse_unused(context, ("tokens",), "is what --longest finds: leave one of them out")
     if largest_batch:
@@ -149,17 +166,17 @@ def _check_question(context: typer.Context, output: Format, *, longest: bool, la
 
 
 def calibrate(
-    to: Annotated[Path, typer.Option("--output", "-o", help="Where to write what was measured.")] = Path(
+    to: Annotated[Path, typer.Option("--output", "-o", help="Where to write the measurements.")] = Path(
         "lowtide-calibration.json"
     ),
 ) -> None:
-    """Measure what share of its data sheet this machine's GPU reaches, for better seconds in plans. Takes a minute."""
+    """Measure how close this machine's GPU comes to its data sheet, so that plans tell better times. Takes a minute."""
     from lowtide.errors import LowtideError
-    from lowtide.hardware.calibration import calibrate as measure
+    from lowtide.hardware.calibration import calibrate as run_calibration
 
     check_output(to)
     try:
-        found = measure(to)
+        found = run_calibration(to)
     except LowtideError as error:
         give_up(str(error))
     path = escape(str(to))
@@ -179,9 +196,8 @@ def _plan(
 ) -> int:
     from lowtide.planning import plan as make_plan
 
-    found = _with_progress(
-        lambda show: make_plan(model, tokens=tokens, policy=policy, exact=exact, cache=cache, progress=show, **settings)
-    )
+    with progress_bar(Console(stderr=True), "building the model") as show:
+        found = make_plan(model, tokens=tokens, policy=policy, exact=exact, cache=cache, progress=show, **settings)
     if output is Format.TEXT and to is None:
         _print_plan(found)
     else:
@@ -195,17 +211,6 @@ def _formatted(plan: Plan, output: Format) -> str:
     return plan.to_html() if output is Format.HTML else str(plan)
 
 
-def _with_progress(run: Callable[[Callable[[str, int, int], None]], Any]) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("building the model")
-        return run(
-            lambda what, done, total: progress.update(task, description=escape(what), completed=done, total=total)
-        )
-
-
 def _print_plan(plan: Plan) -> None:
     from lowtide.planning.page import code_for
 
@@ -215,22 +220,22 @@ def _print_plan(plan: Plan) -> None:
     if (line := code_for(plan)) is not None:
         console.print(f"\n[bold green]{escape(line)}[/]", soft_wrap=True)
         if plan.why_not_faster:
-            console.print(f"[dim]why nothing faster: {escape(plan.why_not_faster)}[/]", soft_wrap=True)
+            print_paragraph(console, f"[dim]why nothing faster: {escape(plan.why_not_faster)}[/]")
     else:
         least = plan.least
         console.print(f"\n[bold red]nothing fits[/]: the least is {escape(least.policy)}, which {escape(least.limit)}")
     for note in plan.notes:
-        console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
+        print_paragraph(console, f"[dim]note: {escape(note)}[/]")
 
 
 def _table_of(plan: Plan, console: Console) -> Table:
-    """Policies and figures are shown whole; what holds the memory has the room that they leave, if there is some."""
-    bare = _filled(plan, console, 0)
+    """Make the table of candidates. Policies and figures are never cut; the reason gets the room that they leave."""
+    bare = _table_with(plan, console, 0)
     room = console.width - Measurement.get(console, console.options, bare).maximum - _GAP
-    return _filled(plan, console, room) if room >= len(_REASON) else bare
+    return _table_with(plan, console, room) if room >= len(_REASON) else bare
 
 
-def _filled(plan: Plan, console: Console, room: int) -> Table:
+def _table_with(plan: Plan, console: Console, room: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     _add_columns(table, console)
@@ -248,14 +253,14 @@ def _filled(plan: Plan, console: Console, room: int) -> Table:
 
 
 def _add_columns(table: Table, console: Console, *before: str) -> None:
-    """Those of both tables. A policy that is longer than a third of the line goes on in the next, and is never cut."""
+    """Add the columns that both tables have. A policy longer than a third of the line is wrapped, never cut."""
     table.add_column("policy", overflow="fold", max_width=max(_UNIFORM, console.width // 3))
     for heading in (*before, "device", "host", "step"):
         table.add_column(heading, justify="right", no_wrap=True)
 
 
 def _figures(device_bytes: int, estimate: Estimate) -> tuple[str, str, str]:
-    """What both tables say of a policy: the device's memory with its margins, the host's, and the step's time."""
+    """Format a policy's figures for both tables: device memory with its margins, host memory, seconds of a step."""
     from lowtide.units import format_bytes
 
     host = format_bytes(estimate.host_bytes) if estimate.host_bytes else ""
@@ -274,7 +279,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _longest(
+def _find_largest(
     model: str,
     tokens: str | None,
     settings: dict[str, Any],
@@ -290,8 +295,8 @@ def _longest(
     from lowtide.planning.max_fit import find_max
     from lowtide.targets.job import make_job
 
-    found: list[MaxFit] = _with_progress(
-        lambda show: find_max(
+    with progress_bar(Console(stderr=True), "building the model") as show:
+        found = find_max(
             model,
             make_job(tokens=tokens, **settings),
             resolve_accelerator(limits["device"], limits["calibration"]),
@@ -302,9 +307,8 @@ def _longest(
             cache=cache,
             progress=show,
         )
-    )
     if output is Format.TEXT and to is None:
-        _print_longest(found, figure)
+        _print_largest(found, figure)
     elif output is Format.TEXT:
         write("\n".join(f"{row.policy}: {row.most}" for row in found), to)
     else:
@@ -312,7 +316,7 @@ def _longest(
     return 0 if any(row.most for row in found) else 1
 
 
-def _print_longest(found: list[MaxFit], figure: str) -> None:
+def _print_largest(found: list[MaxFit], figure: str) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     _add_columns(table, console, "longest sequence" if figure == "tokens" else "largest batch")

@@ -1,1 +1,1 @@
-"""`lowtide demo`: the whole story on a machine without a GPU, with everything that it says measured on the way."""
+"""Tells the whole story on a machine without a GPU: every figure that `lowtide demo` prints is measured on the way."""

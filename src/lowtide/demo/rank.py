@@ -1,4 +1,4 @@
-"""One rank of the demo's DDP run: `torchrun --nproc-per-node 2 -m lowtide.demo.rank`. Rank 0 prints what was found."""
+"""Runs one rank of the demo's DDP act: `torchrun --nproc-per-node 2 -m lowtide.demo.rank`. Rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def main() -> None:
     simdevice.enable()
     dist.init_process_group("cpu:gloo,sim:sim_gloo")
     batch = {name: tensor.to("sim") for name, tensor in make_batch(dist.get_rank()).items()}
-    found = {"audit": audited(batch), "reentrant": reentrant(batch)}
+    found = {"audit": audit_ours(batch), "reentrant": run_reentrant(batch)}
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(found) + "\n")
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # the refused backward left collectives behind: gloo's threads with them abort an interpreter that ends
+    os._exit(0)  # the refused backward left collectives behind, and gloo's threads abort an interpreter that ends
 
 
-def audited(batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Ours, judged on every rank against the average of plain gradients over ranks."""
+def audit_ours(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Audit Lowtide on every rank, against the average of the plain gradients over the ranks."""
     model = build().to("sim")
     lowtide.apply(model, POLICY)
-    return lowtide.audit(wrapped(model), batch, checks=CHECKS).to_dict()
+    return lowtide.audit(wrap(model), batch, checks=CHECKS).to_dict()
 
 
-def reentrant(batch: dict[str, Tensor]) -> str:
-    """What the same set-up says with torch's reentrant checkpoint: the first line of the error, if there is one."""
+def run_reentrant(batch: dict[str, Tensor]) -> str:
+    """Run the same set-up with torch's reentrant checkpoint; return the first line of the error, if there is one."""
     model = build().to("sim")
     model.enable_input_require_grads()  # type: ignore[operator]
     model.gradient_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
-    parallel = wrapped(model)
+    parallel = wrap(model)
     try:
         parallel(**batch).loss.backward()
     except RuntimeError as error:
@@ -56,8 +56,8 @@ def reentrant(batch: dict[str, Tensor]) -> str:
     return ""
 
 
-def wrapped(model: nn.Module) -> DistributedDataParallel:
-    """With the option that people need for adapters and towers that a batch may leave out."""
+def wrap(model: nn.Module) -> DistributedDataParallel:
+    """Wrap a model in DDP with the option that adapters, and towers that a batch may leave out, need."""
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 

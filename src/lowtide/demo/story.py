@@ -1,4 +1,4 @@
-"""The demo's four acts. A figure that is printed was measured in this run; an act that goes wrong ends it."""
+"""Tells the demo's four acts. Every figure was measured in this run, and an act that goes wrong ends the demo."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
 import lowtide
 from lowtide import simdevice
 from lowtide.demo.training import LAYERS, POLICY, Outcome, build, make_batch, ours, plain, their_flag, train
 from lowtide.errors import DemoError
+from lowtide.progress import progress_bar
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from rich.console import Console
 
@@ -30,7 +30,7 @@ PLAIN, THEIRS, OURS = "nothing", "transformers' flag", "lowtide"
 WAYS = {PLAIN: plain, THEIRS: their_flag, OURS: ours}
 STEPS = 6
 PATIENCE = 300.0
-"""Seconds for the two ranks, which take about half a minute."""
+"""How many seconds the two ranks may take; they need about half a minute."""
 FULL_SIZE = {
     "model": "Qwen3-VL-4B",
     "tokens": "128k",
@@ -46,7 +46,7 @@ $ lowtide audit your_package.models:factory"""
 
 
 def tell(console: Console) -> None:
-    """All of it, in under three minutes."""
+    """Tell all four acts, in under three minutes."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     fits(console)
@@ -58,20 +58,18 @@ def tell(console: Console) -> None:
 
 
 def fits(console: Console) -> None:
-    """A device too small for plain training, and for transformers' own checkpointing."""
+    """Train on a device that is too small for plain training and for transformers' own checkpointing."""
     console.rule("[bold]1  A run that does not fit, and how it does", align="left")
     with console.status("preparing the emulated accelerator (compiled once per torch version, about a minute)"):
         simdevice.enable(memory="4GiB")
-    needs = {
-        name: train(make, _tracked(console, 2, f"measuring with {name}")).peak_bytes for name, make in WAYS.items()
-    }
+    needs = {name: train(make, _steps(console, 2, f"measuring with {name}")).peak_bytes for name, make in WAYS.items()}
     cap = (needs[THEIRS] + needs[OURS]) // 2
     simdevice.enable(memory=cap)
     console.print(
         f"A small Qwen3-VL ({LAYERS} layers, LoRA, one picture) on an emulated accelerator with "
         f"[bold]{format_bytes(cap)}[/] of memory and a clock:"
     )
-    outcomes = {name: train(make, _tracked(console, STEPS, f"training with {name}")) for name, make in WAYS.items()}
+    outcomes = {name: train(make, _steps(console, STEPS, f"training with {name}")) for name, make in WAYS.items()}
     simdevice.enable(memory="4GiB")
     console.print(_table_of(outcomes, needs))
     applied = outcomes[OURS]
@@ -83,8 +81,12 @@ def fits(console: Console) -> None:
         raise DemoError(f"the device saw races or early frees: {simdevice.violations()[0]}")
 
 
-def _tracked(console: Console, steps: int, title: str) -> Iterable[int]:
-    return track(range(steps), title, console=console, transient=True, disable=not console.is_terminal)
+def _steps(console: Console, count: int, title: str) -> Iterator[int]:
+    """Yield the numbers of the steps, with a progress bar."""
+    with progress_bar(console, title, total=count) as show:
+        for step in range(count):
+            show(title, step, count)
+            yield step
 
 
 def _table_of(outcomes: dict[str, Outcome], needs: dict[str, int]) -> Table:
@@ -99,7 +101,7 @@ def _table_of(outcomes: dict[str, Outcome], needs: dict[str, int]) -> Table:
 
 
 def is_right(console: Console) -> None:
-    """The audit, which knows nothing of our engine."""
+    """Audit the same training; the audit knows nothing about our engine."""
     console.rule("[bold]2  Is it really on, and are the gradients right?", align="left")
     with console.status("auditing: plain steps against ours, on copies of the same weights"):
         model = build().to("sim")
@@ -109,7 +111,7 @@ def is_right(console: Console) -> None:
 
 
 def on_two_ranks(console: Console) -> None:
-    """The same in two processes with batches of different length, and what torch's reentrant engine does there."""
+    """Audit it in two processes with batches of different lengths, and show what reentrant checkpointing does there."""
     console.rule("[bold]3  The same under DDP, two processes, find_unused_parameters=True", align="left")
     with console.status("training on two ranks"):
         found = _run_ranks()
@@ -130,7 +132,7 @@ def _run_ranks() -> dict[str, Any]:
         try:
             said, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            process.terminate()  # not kill: torchrun ends its ranks first, which are in sessions of their own
+            process.terminate()  # not kill: torchrun ends its ranks first, and they are in sessions apart
             raise DemoError(f"the ranks gave no result within {PATIENCE:.0f} s: they wait for each other") from None
     if process.returncode:
         raise DemoError(f"a rank failed:\n{errors[-2000:]}")
@@ -151,20 +153,12 @@ def _print_checks(console: Console, report: dict[str, Any]) -> None:
 
 
 def at_full_size(console: Console) -> None:
-    """The plan for the model that the small one stands for: no weight is loaded, no GPU is there."""
+    """Plan the real model that the small one stands for: no weights are loaded, and no GPU is needed."""
     asked = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in FULL_SIZE.items() if name != "model")
     console.rule("[bold]4  And at full size?", align="left")
     console.print(f"[bold]lowtide plan {FULL_SIZE['model']} {asked}[/]  [dim](about a minute)[/]")
-    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("building the model")
-        plan = lowtide.plan(
-            **FULL_SIZE,  # type: ignore[arg-type]
-            cache=False,
-            progress=lambda what, done, total: progress.update(
-                task, description=escape(what), completed=done, total=total
-            ),
-        )
+    with progress_bar(console, "building the model") as show:
+        plan = lowtide.plan(**FULL_SIZE, cache=False, progress=show)  # type: ignore[arg-type]
     table = Table("policy", "needs", "host", "step, estimated", box=None, pad_edge=False)
     for candidate in plan.candidates:
         estimate = candidate.estimate

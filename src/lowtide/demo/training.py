@@ -1,6 +1,6 @@
-"""What the demo trains: a small Qwen3-VL with LoRA and random weights, on a picture and a text that are made here.
+"""Trains a small Qwen3-VL with LoRA and random weights on the emulated accelerator, in three ways.
 
-A few steps on the emulated accelerator, and how they went.
+The batch is one picture and a text that can be learned, both made here. An `Outcome` says how a few steps went.
 """
 
 from __future__ import annotations
@@ -18,20 +18,78 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+POLICY = "recompute+offload"
+
 LAYERS, TOKENS = 12, 768
 
 _IMAGE, _START, _END, _VOCABULARY = 250, 252, 253, 256
 
 _GRID = (1, 16, 16)
+"""Frames, rows and columns of patches in the picture."""
 
-_PATCH = 3 * 2 * 4 * 4  # colours, frames and pixels of one patch
+_PATCH = 3 * 2 * 4 * 4
+"""Numbers in one patch: colours, frames, rows and columns of pixels."""
 
 _MERGED = 4
-"""Patches of a picture that become one token."""
+"""How many patches become one token."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """How one way of training went."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    peak_bytes: int = 0
+    milliseconds: float = 0.0
+    """How long one step took, on the device's clock."""
+    error: str = ""
+    report: str = ""
+
+
+def plain() -> tuple[nn.Module, None]:
+    """Build the model and leave it as it is."""
+    return build(), None
+
+
+def their_flag() -> tuple[nn.Module, None]:
+    """Build the model with transformers' own flag on, which calls torch's checkpoint."""
+    model = build()
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model, None
+
+
+def ours() -> tuple[nn.Module, lowtide.Applied]:
+    """Build the model with Lowtide: regions are recomputed, and their inputs wait in pinned host memory."""
+    model = build()
+    return model, lowtide.apply(model, POLICY)
+
+
+def train(make: Callable[[], tuple[nn.Module, lowtide.Applied | None]], steps: Iterable[int]) -> Outcome:
+    """Train with AdamW on the device, until the steps are done or its memory runs out."""
+    model, applied = make()
+    model.to("sim")
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-2)
+    batch = {name: tensor.to("sim") for name, tensor in make_batch().items()}
+    simdevice.reset()
+    outcome = Outcome()
+    try:
+        for _ in steps:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outcome.losses.append(loss.item())
+    except torch.OutOfMemoryError as error:
+        outcome.error = str(error)
+    stats = simdevice.stats()
+    outcome.peak_bytes = stats.peak_bytes
+    outcome.milliseconds = stats.time * 1e3 / max(1, len(outcome.losses))
+    outcome.report = str(applied.report()) if applied else ""
+    return outcome
 
 
 def build() -> nn.Module:
-    """The base is frozen, embeddings and vision tower included; LoRA sits on all its linear layers."""
+    """Build the model: a frozen base, embeddings and vision tower included, with LoRA on all linear layers."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -61,7 +119,7 @@ def build() -> nn.Module:
 
 
 def make_batch(seed: int = 0) -> dict[str, Tensor]:
-    """One picture and a text that can be learned, of another length for each seed."""
+    """Make one picture and a text that can be learned; its length differs from seed to seed."""
     generator = torch.Generator().manual_seed(seed)
     grid = torch.tensor([_GRID])
     patches = int(grid.prod())
@@ -75,60 +133,3 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
         "image_grid_thw": grid,
         "mm_token_type_ids": (ids == _IMAGE).long(),
     }
-
-
-POLICY = "recompute+offload"
-
-
-@dataclasses.dataclass(kw_only=True)
-class Outcome:
-    """How one way of training went."""
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    peak_bytes: int = 0
-    milliseconds: float = 0.0
-    """Of one step, on the device's clock."""
-    error: str = ""
-    report: str = ""
-
-
-def plain() -> tuple[nn.Module, None]:
-    """The model as it is."""
-    return build(), None
-
-
-def their_flag() -> tuple[nn.Module, None]:
-    """transformers' own switch, which calls torch's checkpoint."""
-    model = build()
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    return model, None
-
-
-def ours() -> tuple[nn.Module, lowtide.Applied]:
-    """Blocks are recomputed, and their inputs wait in pinned host memory."""
-    model = build()
-    return model, lowtide.apply(model, POLICY)
-
-
-def train(make: Callable[[], tuple[nn.Module, lowtide.Applied | None]], steps: Iterable[int]) -> Outcome:
-    """AdamW on the device; running out of its memory ends it."""
-    model, applied = make()
-    model.to("sim")
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-2)
-    batch = {name: tensor.to("sim") for name, tensor in make_batch().items()}
-    simdevice.reset()
-    outcome = Outcome()
-    try:
-        for _ in steps:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            outcome.losses.append(loss.item())
-    except torch.OutOfMemoryError as error:
-        outcome.error = str(error)
-    stats = simdevice.stats()
-    outcome.peak_bytes = stats.peak_bytes
-    outcome.milliseconds = stats.time * 1e3 / max(1, len(outcome.losses))
-    outcome.report = str(applied.report()) if applied else ""
-    return outcome

@@ -19,7 +19,7 @@ from lowtide._torch import no_dispatch_modes, operator_of, pytree, schema_of
 from lowtide.errors import PlanError
 from lowtide.recording import tensors_in
 from lowtide.simulation.meta_tensors import is_meta, meta_like
-from lowtide.targets.target import INTEGERS, MOST_INTEGERS, has_kept_size
+from lowtide.targets.live_module import INTEGERS, MOST_INTEGERS, has_kept_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
