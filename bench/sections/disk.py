@@ -24,7 +24,7 @@ divided by the speed of a raw loop on the same disk, so more is better. [How it 
 COLUMNS = {
     "peak": "peak",
     "held": "held after forward",
-    "gone": "block inputs gone",
+    "gone": "region inputs gone",
     "time over recompute": "time over recompute alone",
     "write_over_raw_1": "write, over 1 raw thread",
     "read_over_raw_1": "read, over 1 raw thread",

@@ -47,7 +47,7 @@ HIDDEN, INNER, TOKENS, SHARDS, TIMED_SHARDS, ROUNDS = 256, 896, 4096, 32, 8, 10
 
 
 def products(engine: Engine, *, in_checkpoint: bool) -> float:
-    """FLOPs over those of one weight against all tokens."""
+    """Return the FLOPs, divided by those of one weight times all tokens."""
     mlp, tokens = Mlp(), 320
     x = torch.randn(1, tokens, mlp.hidden, dtype=torch.double, requires_grad=True)
 
