@@ -60,7 +60,7 @@ POLICIES = {
 
 
 class TorchSaveHooks(torch.autograd.graph.saved_tensors_hooks):
-    """What people write: each saved tensor in a file of its own, with torch.save, then and there."""
+    """Do what people write themselves: save each tensor to a separate file with torch.save, at once."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -218,7 +218,7 @@ def through_the_store(directory: Path) -> tuple[float, float]:
 
 
 def throughput(directory: Path) -> dict[str, float]:
-    """The store's speed over that of raw loops with one thread and with as many as the store has; medians."""
+    """Return the store's speed divided by that of raw loops, with one thread and with as many as the store; medians."""
     size, figures = BLOCK * BLOCKS / 1e9, {}
     for count in (1, THREADS):
         pairs = [(raw_loop(directory, count), through_the_store(directory)) for _ in range(ROUNDS)]
@@ -281,7 +281,7 @@ def again(output: Path, tokens: int) -> dict:
 
 
 def with_summary(results: dict) -> dict:
-    """How much of the blocks' inputs is gone: of the two set-ups in which nothing else hides it."""
+    """Return how much of the regions' inputs is gone, for the two set-ups in which nothing else hides it."""
     results["boundary_bytes"] = LAYERS * results["tokens"] * HIDDEN * 4
     held = {name: row["held_bytes"] for name, row in results["steps"].items()}
     if {TILED, f"{ON_DISK}+tile"} <= held.keys():

@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Of this process. The load is that of the last minute, the section's own start included."""
+    """Return versions and machine of this process. The load covers the last minute, the section's start included."""
     return {
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},

@@ -1,4 +1,4 @@
-"""Writes docs/benchmark.md, docs/tiling-benchmark.md and the plots from the stored results: `python -m bench.page`."""
+"""Write docs/benchmark.md, docs/tiling-benchmark.md and the plots from the stored results: `python -m bench.page`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """By path: everything that is written."""
+    """Return the text of every page and plot, by path."""
     results = {name: result for name in NAMES if (result := stored(name))}
     written = {DOCS / "benchmark.md": benchmark(results)}
     if "tiling" in results:
@@ -65,17 +65,17 @@ def part(name: str, result: Result) -> dict[str, Any]:
 
 
 def filled(text: str) -> str:
-    """Paragraphs, broken into lines anew: values have come in."""
+    """Rewrap the paragraphs, whose lines changed length when values were filled in."""
     return "\n\n".join(textwrap.fill(paragraph, 118) for paragraph in text.split("\n\n"))
 
 
 def _in_words(setting: dict[str, Any]) -> dict[str, Any]:
-    """Sizes in bytes, with their unit."""
+    """Return the setting with sizes in bytes written with their unit."""
     return {name: format_bytes(value) if name in ("boundary", "sums") else value for name, value in setting.items()}
 
 
 def in_one_line(environment: dict[str, Any]) -> str:
-    """Where the figures come from."""
+    """Return one line about the versions and the machine that the figures come from."""
     if "versions" not in environment:
         loads = [f"{load} ({part})" for part, load in environment.get("load", {}).items()]
         return f"Load at the start: {', '.join(loads)}." if loads else ""
@@ -85,7 +85,7 @@ def in_one_line(environment: dict[str, Any]) -> str:
 
 
 def tiled(result: Result) -> str:
-    """The cases, with engines as columns."""
+    """Return the page of tiled MLPs: cases as rows, engines as columns."""
     cases = [*tiled_cases.CASES, *tiled_cases.DDP]
     figures = section("tiling").COLUMNS | {case: case for case in cases}
     lines = [[name, *(shown(row.get(figure)) for figure in figures)] for name, row in result.rows.items()]

@@ -1,6 +1,6 @@
-"""Writes docs/plan_tables.md: plans of models that others have published figures for. `python bench/plan_tables.py`.
+"""Write docs/plan_tables.md: plans of models that have published figures. Run `python bench/plan_tables.py`.
 
-Everything in the tables comes from `lowtide.plan`; the published figures stand beside it and went into nothing.
+Everything in the tables comes from `lowtide.plan`; the published figures are shown beside it, and no plan uses them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ GiB of device memory, and seconds of a step."""
 INTRODUCTION = """\
 # Plans of known models
 
-One training step each, simulated on a machine without a GPU. Written by `bench/plan_tables.py`; the figures of the
-device are what one rank needs, with 0.5 GiB for the driver's context, 64 MiB for libraries and 0.4 GiB for NCCL
-included. Seconds come from data sheets and typical efficiencies: the order of the rows is the claim.
+Each row is one training step, simulated on a machine without a GPU. `bench/plan_tables.py` writes this page. Device
+figures are what one rank needs, including 0.5 GiB for the driver's context, 64 MiB for libraries and 0.4 GiB for NCCL.
+Seconds come from data sheets and typical efficiencies: we claim only the order of the rows.
 
 ## Beside published figures
 
@@ -55,11 +55,12 @@ eight L40S under DDP, with recompute, offload to the host, and tiled MLPs.
 _PLANNED = ("recompute+offload+tile(loss)", "recompute+offload+tile")
 
 DIFFERENCES = """
-Nothing was tuned to come closer. The report does not say which modules carry adapters, of what rank, or how many
-pictures are in a batch; here it is rank 16 on the language model's seven projections, in bf16, and no pictures. Its
-loss is unsloth's fused one, ours is tiled. Its seconds are those of a whole training loop on eight GPUs that share
-PCIe; ours are those of the kernels, on a roofline. Its run at 64K holds more memory than its run at 128K, as it would
-if it tiled MLPs at 128K only. A fair test needs a run whose settings are known: if you have one, please send it.
+Nothing was tuned to come closer. The report does not say which modules have adapters, of what rank, or how many images
+are in a batch; these plans have rank 16 on the language model's seven projections, in bf16, and no images. The report
+uses unsloth's fused loss; the plans use a tiled loss. The report's seconds cover a whole training loop on eight GPUs
+that share PCIe; the planned seconds cover only the kernels, on a roofline. The reported run at 64K holds more memory
+than the run at 128K, as it would if it tiled MLPs only at 128K. A fair test needs a run whose settings are known: if
+you have one, please send it.
 """
 
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def row(case: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """What the page shows of a plan."""
+    """Return the figures of a plan that the page shows."""
     return {
         "case": case,
         "budget": plan.budget,

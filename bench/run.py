@@ -36,7 +36,7 @@ CONSOLE = Console(width=None if sys.stdout.isatty() else 200)
 
 
 def measure(name: str, progress: Progress) -> Result | None:
-    """A section's result, from a process of its own, or nothing if that died; it has said why."""
+    """Return a section's result from a separate process, or None if that process died; it has said why."""
     task = progress.add_task(name, total=None, what="")
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""Tiled MLPs in the cases that training meets: is every gradient that of the untiled module?
+"""Tiled MLPs in the cases that training meets: does every gradient equal the untiled module's?
 
 Modules are in double precision, so that a difference is a fault. Each engine is called as its documentation says.
 """

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def interleaved(runs: dict[str, Callable[[], object]], *, against: str, rounds: int) -> dict[str, Figure]:
-    """By name: time over that of `against` in the same round. A first round is not counted; whoever begins moves on."""
+    """Return, by name, the time divided by that of `against` in the same round.
+
+    A first round is not counted, and each round starts with the next run.
+    """
     names = list(runs)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""Writes docs/zoo.md, and the table in docs/why.md, from the records in docs/zoo: `python bench/zoo_page.py`."""
+"""Write docs/zoo.md, and the table in docs/why.md, from the records in docs/zoo: `python bench/zoo_page.py`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from lowtide_zoo.survey import TILED
 DOCS = Path(__file__).parent.parent / "docs"
 
 INTRODUCTION = """\
-Every architecture that could be built, tiny and with random weights, audited in training with dropout. What is listed
-failed twice: with other weights and another batch, too. These are findings about tiny models on a CPU; each can be
-repeated with the command in its row. This page is written by `bench/zoo_page.py` from [the records](zoo/{name})."""
+We audited every architecture that could be built, tiny and with random weights, in training with dropout. What is
+listed failed twice, the second time with different weights and a different batch. These are findings about tiny models
+on a CPU; you can repeat each with the command in its row. `bench/zoo_page.py` writes this page from [the
+records](zoo/{name})."""
 
 
 IN_OTHER_WORDS = {
     "recomputed": "a stack of blocks is not recomputed, or too often: the flag has no effect there",
-    "runs": "the plain model trains, and raises with the flag on",
-    "gradient values": "a gradient has another value, with no error",
+    "runs": "the plain model trains, but raises with the flag on",
+    "gradient values": "a gradient has a different value, with no error",
     "gradients present": "a parameter gets no gradient any more",
     "adapters on a frozen base": "LoRA-like training of the blocks alone: no gradient, or an error",
     "buffers": "batch norm's statistics are updated twice",
     "DDP readiness": "DDP with `find_unused_parameters` would mark parameters ready twice",
 }
-"""The checks that docs/why.md shows, and how it words them."""
+"""The checks that docs/why.md shows, in plain words."""
 
 _TABLE = re.compile(r"(?<=<!-- begin: zoo -->\n).*?(?=<!-- end: zoo -->)", flags=re.DOTALL)
 
@@ -50,13 +51,13 @@ def from_records() -> str:
 
 
 def record_files() -> tuple[Path, Path]:
-    """Return the files with transformers' records and with Lowtide's."""
+    """Return the files with the records of transformers' own checkpointing, and of Lowtide's."""
     (data,) = sorted((DOCS / "zoo").glob("transformers-*.json"))
     return data, DOCS / "zoo" / data.name.replace("transformers-", "lowtide-on-transformers-")
 
 
 def with_table(text: str) -> str:
-    """Return the text of docs/why.md with its table written from the records."""
+    """Return the text of docs/why.md with its table rewritten from the records."""
     theirs, ours = (summarize(load(path)) for path in record_files())
     lines = [
         "| what the audit found | transformers, default | transformers, reentrant | Lowtide |",
@@ -76,15 +77,15 @@ def with_table(text: str) -> str:
 
 
 def what_was_applied(ours: list[Record]) -> str:
-    """Say with which policies Lowtide was judged, and how many architectures took which."""
+    """Say with which policies Lowtide was judged, and how many architectures took each."""
     modes = collections.Counter(mode for record in ours if record.status == "audited" for mode in record.verdicts)
     both, mlp, loss = (modes[policy] for policy in TILED)
     neither = modes["recompute"] - both - mlp - loss
     return (
         "Lowtide was judged with `recompute`, and with tiles of 8 tokens where the architecture takes them: "
-        f"{both} take `tile`, {mlp} `tile(mlp)` alone, {loss} `tile(loss)` alone, {neither} none, most of which have "
-        "no head of a language model and no MLP as a module of its own. Offload is not part of the zoo: it needs a "
-        "device."
+        f"{both} take `tile`, {mlp} only `tile(mlp)`, {loss} only `tile(loss)`, and {neither} neither. Most of the "
+        "latter have no language-model head and no separate MLP module. Offload is not part of the zoo, because it "
+        "needs a device."
     )
 
 
@@ -160,7 +161,7 @@ def our_failures(records: list[Record]) -> list[str]:
 
 
 def our_refusals(records: list[Record]) -> list[str]:
-    """List the architectures that the engine refuses, with its reasons."""
+    """Return the table of models that the engine refuses by name, with the reason."""
     refused = [record for record in records if record.status == "refused"]
     if not refused:
         return []

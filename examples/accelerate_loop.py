@@ -1,9 +1,9 @@
-"""An own loop with accelerate: `prepare` applies a policy and hands everything to the accelerator.
+"""Train in your own loop with accelerate: `prepare` applies a policy and hands everything to the accelerator.
 
     python examples/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
-With an FSDP plugin whose own activation checkpointing is on, `prepare` refuses and says which setting to switch off.
+If an FSDP plugin has its own activation checkpointing on, `prepare` refuses and says which setting to switch off.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO-3: `initialize` applies a policy and hands the model to DeepSpeed's engine.
+"""Train with DeepSpeed ZeRO-3: `initialize` applies a policy and hands the model to DeepSpeed's engine.
 
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/deepspeed_zero3.py
 
-The ranks' sequences have different lengths: tiles are counted alike on all ranks, so that nothing hangs. The
-`activation_checkpointing` block of DeepSpeed's configuration is honoured as a policy, or refused.
+The ranks' sequences have different lengths: all ranks agree on one number of tiles, so nothing hangs. The
+`activation_checkpointing` section of DeepSpeed's configuration is honoured as a policy, or refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Train on the CPU with the saved activations on a disk: what the process holds stays flat as the model gets deeper.
+"""Train on the CPU with saved activations on a disk: the process's memory stays flat as the model gets deeper.
 
     MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=262144 python examples/disk_tier.py /scratch
 
-The directory must be on a disk; the current one is the default.
+The directory must be on a disk; the default is the current directory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A framework that calls torch's checkpoint itself: `patch_torch` answers, whatever `use_reentrant` it passes.
+"""Train in a framework that calls torch's checkpoint itself: `patch_torch` replaces it, whatever `use_reentrant` is.
 
     python examples/patched_framework.py
 

@@ -1,10 +1,11 @@
-"""transformers' Trainer with a Lowtide policy; every reporter gets its figures. TRL's SFTTrainer: with tile(mlp).
+"""Train with transformers' Trainer and a Lowtide policy; every reporter gets its figures.
 
     python examples/trainer.py
     torchrun --nproc-per-node 2 examples/trainer.py
 
-A small Llama with random weights and a generated dataset. The trainer's own `gradient_checkpointing=True` may stay: it
-is switched off while the policy is in force, and that is said once.
+The model is a small Llama with random weights, the dataset is generated. The trainer's own
+`gradient_checkpointing=True` may stay: it is switched off while the policy is in force, and a warning says so once.
+With TRL's SFTTrainer, use tile(mlp).
 """
 
 from __future__ import annotations

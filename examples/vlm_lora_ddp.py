@@ -1,9 +1,9 @@
-"""LoRA on a vision-language model under DDP: recompute, the disk tier and tiles, with the gradients guarded.
+"""Train LoRA on a vision-language model under DDP, with recompute, the disk tier and tiles.
 
     torchrun --nproc-per-node 2 examples/vlm_lora_ddp.py
 
-A small Qwen3-VL with random weights and generated images, so that it runs anywhere, here on two CPU processes. For
-GPUs, change the two lines that are marked; for a real model, `build_model` and `batches`.
+The model is a small Qwen3-VL with random weights, and the images are generated, so it runs anywhere, here on two CPU
+processes. For GPUs, change the two lines that are marked; for a real model, change `build_model` and `batches`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMAGE, START, END = 150, 152, 153  # token ids
 
 
 def build_model() -> peft.PeftModel:
-    """The base is frozen, vision tower and embeddings included; LoRA everywhere, also in the tower."""
+    """Return a model with a frozen base, vision tower and embeddings included, and LoRA on every linear layer."""
     config = transformers.Qwen3VLConfig(
         text_config={
             "vocab_size": 160, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
@@ -51,7 +51,7 @@ def build_model() -> peft.PeftModel:
 
 
 def batches(rank: int) -> Iterator[dict[str, torch.Tensor]]:
-    """One image and a text of its own length for each rank: what makes other engines hang or disagree."""
+    """Yield one image and a text per step. Lengths differ by rank, which makes other engines hang or disagree."""
     generator = torch.Generator().manual_seed(rank)
     grid = torch.tensor([[1, 8, 8]])
     count = int(grid.prod()) // 4

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 TITLE = "The disk tier"
 ABOUT = """\
-A Llama of about 90M parameters on the CPU, {tokens} tokens, fp32, each set-up in a fresh process. Bytes are what the
-operating system counts for the process over model and gradients. Block inputs are
-{boundary}; how much of them is gone after forward is told by the last two set-ups. The store's speed is that of 16 MiB
-tensors over a raw loop on the same disk, where more is better. [How it works](disk.md)."""
+A Llama of about 90M parameters on the CPU, {tokens} tokens, fp32, with each set-up in a fresh process. Bytes are what
+the operating system counts for the process, beyond the model and its gradients. The regions' inputs are {boundary}; the
+last two set-ups show how much of them is gone after forward. The store's speed is measured with 16 MiB tensors and
+divided by the speed of a raw loop on the same disk, so more is better. [How it works](disk.md)."""
 COLUMNS = {
     "peak": "peak",
     "held": "held after forward",
-    "gone": "block inputs gone",
+    "gone": "region inputs gone",
     "time over recompute": "time over recompute alone",
     "write_over_raw_1": "write, over 1 raw thread",
     "read_over_raw_1": "read, over 1 raw thread",

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 TITLE = "Freed bytes"
 ABOUT = """\
 One training step of two transformers models on the emulated device, {layers} layers, {width} wide, {tokens} tokens,
-fp32. Held after forward is what the graph keeps on the device; the layers' inputs alone are {boundary}. The peak is
-that of the whole step over weights and gradients. Moved bytes went from the device to the host. The second model, a
-Llama 4 vision tower, gives its layers their hidden state as a keyword: what hooks around a checkpoint do not see stays
-where it is, and no error says so. Gradients are compared bit by bit with the plain model's.
+fp32. "Held after forward" is what the graph keeps on the device; the layers' inputs alone are {boundary}. The peak is
+counted over the whole step, beyond weights and gradients. Moved bytes went from the device to the host. The second
+model, a Llama 4 vision tower, passes the hidden state to its layers as a keyword: what hooks around a checkpoint do not
+see stays where it is, and no error says so. Gradients are compared bit by bit with the plain model's.
 
-Ours leaves the input of the last layer on the device, because backward needs it at once: what copies everything holds
-one layer's input less, and waits for it. `save_on_cpu` moves parameters, too, on the compute stream. unsloth_zoo knows
-its devices by name: on this one its hooks take their simple path, and its smart checkpointing moves nothing."""
+Lowtide leaves the input of the last layer on the device, because backward needs it at once. A set-up that copies
+everything holds one layer's input less, and waits for it. `save_on_cpu` moves parameters, too, on the compute stream.
+unsloth_zoo knows its devices by name: on this one its hooks take their simple path, and its smart checkpointing moves
+nothing."""
 MODELS = {"Llama": models.llama, "vision tower": models.llama4_vision}
 COLUMNS = {
     f"{figure}, {model}": f"{title}, {model}"

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 TITLE = "The loss"
 ABOUT = """\
 A head's mean cross entropy and its gradients: {tokens} tokens, {width} wide, {classes} classes, bf16. Peak bytes are
-counted on the emulated device, over hidden states, weight and their gradients; matrix products are counted by their
-FLOPs. Liger's chunks are {chunk} tokens here, by its own rule. Ours has the same size in one row, and in the other its
-default, which goes by bytes and is one tile at this size. Ours sums the weight's gradient in fp32, which is {sums}
-here; DeepSpeed and unsloth_zoo sum in bf16. Time is that of forward and backward in fp32 on the CPU over the plain
-loss, interleaved; Liger's kernels run on Triton's interpreter here, so they have counts and no time, and
-unsloth_zoo's are made to be compiled and run eagerly. Verdicts are fp32's: as it is, with the loss scaled before
-backward, and with a third of the labels ignored, all of them in front."""
+counted on the emulated device, beyond hidden states, weight and their gradients; matrix products are counted by their
+FLOPs. Liger's own rule makes its chunks {chunk} tokens here. Lowtide uses the same size in one row, and its default in
+the other, which is chosen by bytes and is one tile at this size. Lowtide sums the weight's gradient in fp32, which
+takes {sums} here; DeepSpeed and unsloth_zoo sum in bf16. Time is measured for forward and backward in fp32 on the CPU,
+interleaved, and divided by the plain loss's. Liger's kernels run on Triton's interpreter here, so they have counts and
+no time; unsloth_zoo's are made to be compiled, and run eagerly here. Verdicts are for fp32: for the plain case, with
+the loss scaled before backward, and with the first third of the labels ignored."""
 COLUMNS = {
     "peak": "peak bytes",
     "products": "matrix products",

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 TITLE = "Step overhead beside torch's checkpoint"
 ABOUT = """\
-Training steps on the CPU with one thread, one after the other in turns; a ratio is the median over {tiny_rounds} or
-{llama_rounds} rounds, with its quartiles. {tiny_layers} layers of 8 units each are so small that Python alone is timed;
-the Llama ({llama[layers]} layers, {llama[width]} wide, {llama[tokens]} tokens) is where arithmetic begins to count.
-Operators and the matrix products among them are those that torch dispatched in forward and backward."""
+Training steps on the CPU with one thread, in turns; a ratio is the median over {tiny_rounds} or {llama_rounds} rounds,
+with its quartiles. {tiny_layers} layers of 8 units each are so small that only Python is timed; in the Llama
+({llama[layers]} layers, {llama[width]} wide, {llama[tokens]} tokens) arithmetic begins to count. Operators, and the
+matrix products among them, are counted as torch dispatches them in forward and backward."""
 COLUMNS = {
     "time, tiny layers": "time over torch's, tiny layers",
     "operators, tiny layers": "operators, tiny layers",

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 TITLE = "Tiled MLPs"
 ABOUT = """\
-Matrix products count one weight against all tokens as 1 (an untiled MLP: 3 forward, 6 backward). Peak bytes are those
-of {tokens} tokens, {hidden} wide, {inner} inside, in {shards} tiles, over weights, their gradients and the input,
-counted on the emulated device. Time is that of a step with {timed_shards} tiles on the CPU over the untiled one,
-interleaved. In which cases the gradients are right is in [a table of its own](tiling-benchmark.md)."""
+One matrix product is one weight times all tokens (an untiled MLP has 3 in forward and 6 in backward). Peak bytes are
+counted on the emulated device for {tokens} tokens, {hidden} wide, {inner} inside, in {shards} tiles, beyond weights,
+their gradients and the input. Time is measured for a step with {timed_shards} tiles on the CPU, interleaved, and
+divided by the untiled step's. [A separate table](tiling-benchmark.md) shows in which cases the gradients are right."""
 COLUMNS = {
     "time": "time over untiled",
     "products": "matrix products",
@@ -47,7 +47,7 @@ HIDDEN, INNER, TOKENS, SHARDS, TIMED_SHARDS, ROUNDS = 256, 896, 4096, 32, 8, 10
 
 
 def products(engine: Engine, *, in_checkpoint: bool) -> float:
-    """FLOPs over those of one weight against all tokens."""
+    """Return the FLOPs, divided by those of one weight times all tokens."""
     mlp, tokens = Mlp(), 320
     x = torch.randn(1, tokens, mlp.hidden, dtype=torch.double, requires_grad=True)
 

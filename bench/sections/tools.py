@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 TITLE = "Audit and plan"
 ABOUT = """\
 An audit of a Llama ({audited[layers]} layers, {audited[width]} wide, {audited[tokens]} tokens) on the CPU with one
-thread, in the time of plain training steps of the same model, interleaved over {rounds} rounds, and in forward passes,
-counted. A plan is one simulated step each, without the cache; its seconds are this machine's, named below, its bytes
-are exact."""
+thread, compared with plain training steps of the same model, interleaved over {rounds} rounds, and counted in forward
+passes. Each plan is one simulated step, without the cache. Its seconds were measured on the machine named below; its
+bytes are exact."""
 COLUMNS = {
     "time": "time over a plain step",
     "forwards": "forward passes",

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 TITLE = "Step time on the virtual clock"
 ABOUT = """\
-A Llama ({layers} layers, {width} wide, {tokens} tokens) on a device with {flops:g} FLOP/s, and a link to the
-host of so many GB/s in each direction. Time is virtual: kernels take what their FLOPs and bytes say, copies what the
-link says, and what overlaps, overlaps. It ranks ways to hold activations; it does not predict a GPU's milliseconds.
-Where the link can carry the layers' inputs while the layers compute, offload that overlaps costs nothing.
+A Llama ({layers} layers, {width} wide, {tokens} tokens) on a device with {flops:g} FLOP/s. The columns are different
+speeds of the link to the host, in each direction. Time is virtual: a kernel's time follows from its FLOPs and bytes, a
+copy's from the link, and work on different engines overlaps. The clock ranks ways to hold activations; it does not
+predict a GPU's milliseconds. Where the link can carry the layers' inputs while the layers compute, offload that
+overlaps costs nothing.
 
-Pinned memory is what the host's allocator gave out: ours takes slabs of 4 MiB and more, which a model of this size does
-not fill, and ArcticTraining copies to memory that is not pinned. Broken rules are races and early frees that the
+Pinned memory is what the host's allocator gave out: Lowtide takes slabs of 4 MiB and more, which a model of this size
+does not fill, and ArcticTraining copies to memory that is not pinned. Broken rules are races and early frees that the
 device found."""
 LINKS = (0.5, 1, 2, 4, 8)
 """GB/s."""
