@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,25 @@ def test_exported_names_are_pinned():
     ]
     for module in (lowtide, simdevice):
         assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in lowtide.__all__ if name not in ("__version__", "simdevice")])
+def test_a_public_name_says_where_it_is_imported_from(name: str):
+    """In tracebacks, representations and pickles: `lowtide.Policy`, not the file that it happens to stand in."""
+    thing = getattr(lowtide, name)
+    assert (thing.__module__, thing.__qualname__) == ("lowtide", name)
+    assert f"lowtide.{name}" in repr(thing) or not isinstance(thing, type)
+    assert pickle.loads(pickle.dumps(thing)) is thing  # noqa: S301  (our own bytes)
+
+
+@pytest.mark.parametrize("text", ["none", "recompute+offload(host=8GiB)+tile; visual.*: recompute"])
+def test_a_policy_can_be_pickled_and_copied(text: str):
+    policy = lowtide.Policy.parse(text)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(policy, protocol)) == policy  # noqa: S301  (our own bytes)
+    assert copy.deepcopy(policy) == policy
+    assert repr(policy).startswith("Policy(recompute=")
+    assert b"lowtide.policy" not in pickle.dumps(policy), "old pickles outlive a file that is moved"
 
 
 def test_there_is_one_exception_tree():

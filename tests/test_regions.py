@@ -120,9 +120,9 @@ def test_nested_choices_take_the_outer_one():
 @pytest.mark.parametrize(
     ("model", "select", "says"),
     [
-        (nn.Linear(3, 3), None, "name its blocks"),
+        (nn.Linear(3, 3), None, "name its regions"),
         (nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3)), None, "Sequential has no stack"),
-        (nn.ModuleDict({"layers": stack(2)}), ["blocks.*"], r"fits 'blocks\.\*'"),
+        (nn.ModuleDict({"layers": stack(2)}), ["blocks.*"], r"matches 'blocks\.\*'"),
     ],
 )
 def test_no_region_is_an_error(model, select, says):

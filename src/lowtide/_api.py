@@ -1,10 +1,10 @@
-"""`lowtide.apply`, with a budget in place of a policy: plan first, then apply what fits."""
+"""`lowtide.apply`: applies a policy, or plans first and applies what fits a budget."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide import applying
+from lowtide.applying import apply_policy
 from lowtide.errors import DoesNotFitError, InvalidValueError
 from lowtide.planning import plan
 from lowtide.units import format_bytes, parse_bytes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowtide.policy import Policy
     from lowtide.regions import Selector
 
-DEFAULT = "recompute+offload"
+DEFAULT_POLICY = "recompute+offload"
 
 
 def apply(
@@ -33,25 +33,25 @@ def apply(
 ) -> Applied:
     """Make `model` train under `policy`; the handle reports what happens and undoes it.
 
-    Only instances of `model`'s blocks change. Applying the same policy again returns the same handle; another policy
-    takes the place of the first. `regions` names the blocks (globs on module names, class names, classes); without it
+    Only instances of `model`'s regions change. Applying the same policy again returns the same handle; another policy
+    takes the place of the first. `regions` names the regions (globs on module names, class names, classes); without it
     they are found. With `strict=False` a region that turns out to do nothing is a warning, not a `SilentNoOpError`.
 
-    Without a policy it is `"recompute+offload"`. With `budget="24GiB"` and `tokens=131072` it is the fastest policy
+    The default policy is `"recompute+offload"`. With `budget="24GiB"` and `tokens=131072` it is the fastest policy
     that a plan finds for that memory and length; further keywords (`batch`, `batch_size`, `device`, `ranks`, `engine`,
-    `optimizer`, ...) are those of `lowtide.plan`. If nothing fits, `DoesNotFitError` says what the least is.
+    `optimizer`, ...) are passed to `lowtide.plan`. If nothing fits, `DoesNotFitError` says how much the least needs.
     """
     if budget is None:
         unused = [name for name, value in {"tokens": tokens, **job}.items() if value is not None]
         if unused:
             raise InvalidValueError(f"{', '.join(unused)}: these describe a plan, so they need budget=")
-        chosen = DEFAULT if policy is None else policy
-        return applying.apply(model, chosen, regions=regions, strict=strict)
+        chosen = DEFAULT_POLICY if policy is None else policy
+        return apply_policy(model, chosen, regions=regions, strict=strict)
     if policy is not None:
-        raise InvalidValueError("give a policy or a budget: with budget= the plan chooses the policy")
+        raise InvalidValueError("give a policy or a budget, not both: with budget= the plan chooses the policy")
     if regions is not None:
         raise InvalidValueError(
-            "regions= and budget=: a plan finds the blocks by itself. Plan first, then give its policy"
+            "regions= and budget=: a plan finds the regions by itself. Call lowtide.plan first, then apply its policy"
         )
     if tokens is None and job.get("batch") is None:
         raise InvalidValueError("budget= needs tokens=, the length of the sequences that should fit, or batch=")
@@ -61,7 +61,7 @@ def apply(
             f"no policy fits {format_bytes(parse_bytes(budget))} with {found.job.size}. The least is "
             f"{found.least.policy}, which {found.least.limit}"
         )
-    return applying.apply(model, found.policy, strict=strict)
+    return apply_policy(model, found.policy, strict=strict)
 
 
 apply.__module__ = "lowtide"

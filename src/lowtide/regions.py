@@ -1,21 +1,20 @@
-"""Finds the blocks of a model: the units that are recomputed or offloaded as a whole.
+"""Finds the parts of a model that a policy acts on, by structure: its regions, the MLPs in them, and its head.
 
-A region is, in this order: what the user names; a layer that transformers marks as one
-(`GradientCheckpointingLayer`); a block of a stack, that is, of a container with two or more blocks of the same class.
-Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better regions; a
-block beside them that holds no stack (a codec's convolution between residual units) is a region itself.
-Nothing is asked of the model: no flag, no base class, no list of names.
-
-Finds the MLPs and mixtures of experts inside blocks, by their structure.
+A region is recomputed or offloaded as a whole. It is, in this order: what the user names; a layer that transformers
+marks as one (`GradientCheckpointingLayer`); a block of a stack, that is, of a container with two or more blocks of the
+same class. Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better
+regions; a block beside them that holds no stack (a codec's convolution between residual units) is a region itself.
 
 An MLP is a module with one or two linear layers that widen (`width -> inner`, or both fused into one), one that narrows
-again (`inner -> width`), and nothing else that mixes features. Attention has a layer more, or other shapes, or takes
-masks and positions. A mixture of experts is a module with a router and experts: a list of MLPs, or stacked weights of
-three dimensions. An expert may be narrower inside than outside, as most are where there are many, and some may be no
-more than an identity. What is found is only a candidate: whether it really works token by token is tried out when it
-is first used.
+again (`inner -> width`), and nothing else that mixes features. Attention has one layer more, or different shapes, or
+takes masks and positions. A mixture of experts is a module with a router and experts: a list of MLPs, or stacked
+weights of three dimensions. An expert may be narrower inside than outside, as most are where there are many, and some
+may be no more than an identity. What is found is only a candidate: whether it really works token by token is tried out
+when it is first used.
 
-Finds the head of a language model: the last linear layer, and the model whose `forward` takes labels.
+The head is the last linear layer of a language model, inside the model whose `forward` takes labels.
+
+Nothing is asked of the model: no flag, no base class, no list of names.
 """
 
 from __future__ import annotations
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
 
 
 Selector = type[nn.Module] | str
+"""What the user names a region by: a class, a class name, or a glob on module names."""
+
+
+# --- Regions --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +52,11 @@ class Region:
 
 
 def find_regions(model: nn.Module, select: Sequence[Selector] | None = None) -> list[Region]:
-    """The regions of a model in the order of its modules. Raises `NoRegionError` if there is none."""
+    """Return the regions of a model in the order of its modules. Raises `NoRegionError` if there is none."""
     found = _selected(model, select) if select is not None else [*_marked(model), *_stacked(model)]
     if not found:
         raise NoRegionError(
-            f"{type(model).__name__} has no stack of repeated blocks to recompute or offload: name its blocks with "
+            f"{type(model).__name__} has no stack of repeated blocks to recompute or offload: name its regions with "
             'regions=["encoder.layer.*"] (globs on module names, class names or classes)'
         )
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
@@ -71,22 +74,22 @@ def _numbered(found: list[tuple[str, nn.Module]]) -> list[Region]:
 
 
 def _selected(model: nn.Module, select: Sequence[Selector]) -> list[tuple[str, nn.Module]]:
-    """What the user names, outermost first. A selector that fits nothing would silently do nothing."""
+    """Return what the user names, outermost first. A selector that matches nothing would silently do nothing."""
     if isinstance(select, str | type):
-        raise InvalidValueError(f"regions is a list, like regions=[{_as_code(select)}]")
+        raise InvalidValueError(f"regions must be a list, like regions=[{_as_code(select)}]")
     found: list[tuple[str, nn.Module]] = []
     used: set[Selector] = set()
     for name, module in model.named_modules():
-        fitting = [selector for selector in select if _fits(name, module, selector)]
-        if name and fitting and _is_called(module):
-            used.update(fitting)
+        matching = [selector for selector in select if _matches(name, module, selector)]
+        if name and matching and _is_called(module):
+            used.update(matching)
             if not _is_within(name, [taken for taken, _ in found]):
                 found.append((name, module))
     if unused := [selector for selector in select if selector not in used]:
         raise NoRegionError(
-            f"no module of {type(model).__name__} that is called fits {', '.join(map(_as_code, unused))}: give class "
-            "names, classes or globs on module names. Containers (ModuleList) are not called: name what is in them, "
-            "like 'layers.*'"
+            f"no module of {type(model).__name__} that is called matches {', '.join(map(_as_code, unused))}: give "
+            "class names, classes or globs on module names. Containers (ModuleList) are not called: name what is in "
+            "them, like 'layers.*'"
         )
     return found
 
@@ -95,7 +98,7 @@ def _as_code(selector: Selector) -> str:
     return repr(selector) if isinstance(selector, str) else selector.__name__
 
 
-def _fits(name: str, module: nn.Module, selector: Selector) -> bool:
+def _matches(name: str, module: nn.Module, selector: Selector) -> bool:
     if isinstance(selector, str):
         return fnmatch.fnmatchcase(name, selector) or type(module).__name__ == selector
     return isinstance(module, selector)
@@ -110,7 +113,7 @@ def _marked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_marked(module: nn.Module) -> bool:
-    """Looked up by name, so that transformers need not be imported."""
+    """Return whether transformers marks a module; looked up by name, so that transformers need not be imported."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
@@ -119,8 +122,8 @@ def _is_within(name: str, parents: list[str]) -> bool:
 
 
 def _stacked(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Blocks of stacks in those parts of the model that have no marked layer."""
-    blocks = _blocks(model)
+    """Yield the blocks of stacks in those parts of the model that have no marked layer."""
+    blocks = _blocks_of_stack(model)
     if blocks and _are_alike(blocks):
         yield from ((f"{prefix}{name}", block) for name, block in blocks)
         return
@@ -132,8 +135,8 @@ def _stacked(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
         yield from inside or ([(f"{prefix}{name}", child)] if name in names else [])
 
 
-def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks of a stack: children with parts and parameters of their own, two of them of one class."""
+def _blocks_of_stack(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks if `container` is a stack: children with parts and parameters, two of them of one class."""
     if not isinstance(container, nn.ModuleList | nn.Sequential) and not _is_numbered(container):
         return []
     blocks = [(name, child) for name, child in container.named_children() if _is_block(child)]
@@ -142,7 +145,7 @@ def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_numbered(container: nn.Module) -> bool:
-    """A dictionary whose keys are numbers (torchtitan's layers) is a stack. Names may be those of towers."""
+    """Return whether a dictionary has numbers for keys (torchtitan's layers). Names might be those of towers."""
     return isinstance(container, nn.ModuleDict) and all(name.isdecimal() for name in container)
 
 
@@ -155,13 +158,13 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Not a ModuleList, nor a bare Module that only names its parts (a VQGAN's levels)."""
+    """Return False for a ModuleList, and for a bare Module that only names its parts (a VQGAN's levels)."""
     own = getattr(type(module), "forward", None)  # TorchScript's cannot be read
     return own is not nn.Module.forward or "forward" in vars(module)
 
 
 def _are_alike(blocks: list[tuple[str, nn.Module]]) -> bool:
-    """Whether most blocks have a twin: the same class and the same shapes of parameters."""
+    """Return whether most blocks have a twin: the same class and the same shapes of parameters."""
     forms = collections.Counter(
         (type(block), tuple(tuple(parameter.shape) for parameter in block.parameters())) for _, block in blocks
     )
@@ -169,35 +172,34 @@ def _are_alike(blocks: list[tuple[str, nn.Module]]) -> bool:
     return 2 * with_twin > len(blocks)
 
 
-class _Linear(NamedTuple):
-    inputs: int
-    outputs: int
+# --- MLPs and mixtures of experts -----------------------------------------------------------------------------------
 
 
-class _FeedForward(NamedTuple):
-    width: int
-    inner: int
-    is_fused: bool
-    """Whether one layer makes both the gate and what is gated."""
+class MLP(NamedTuple):
+    """An MLP or a mixture of experts, and the region that it is in."""
+
+    region: Region
+    name: str
+    module: nn.Module
 
 
-def find_mlps(regions: Sequence[Region]) -> list[tuple[Region, str, nn.Module]]:
-    """The MLPs and mixtures of experts in some blocks, each with its block and its own name."""
-    return [(region, name, module) for region in regions for name, module in _within(region.name, region.module)]
+def find_mlps(regions: Sequence[Region]) -> list[MLP]:
+    """Return the MLPs and mixtures of experts in some regions."""
+    return [MLP(region, name, module) for region in regions for name, module in _mlps_in(region.name, region.module)]
 
 
 def listed_experts(module: nn.Module) -> list[nn.Module]:
-    """The experts that a mixture calls one by one, each only if a token needs it."""
+    """Return the experts that a mixture calls one by one, each only if a token needs it."""
     lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
     return [expert for inner in lists if _count_experts(inner) for expert in inner]
 
 
-def _within(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _mlps_in(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if _is_candidate(module):
         yield name, module
         return
     for child_name, child in module.named_children():
-        yield from _within(f"{name}.{child_name}", child)
+        yield from _mlps_in(f"{name}.{child_name}", child)
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -212,8 +214,8 @@ _OTHER_TOKENS = ("mask", "position", "past_", "cache", "attn", "attention")
 
 
 def _looks_at_other_tokens(module: nn.Module) -> bool:
-    """Whether the arguments of its forward speak of other tokens: masks, positions, caches."""
-    forward = getattr(type(module), "forward", None)  # TorchScript's has none that can be read
+    """Return whether the arguments of a module's forward tell of other tokens: masks, positions, caches."""
+    forward = getattr(type(module), "forward", None)  # TorchScript's cannot be read
     if forward is None or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     names = inspect.signature(forward).parameters
@@ -230,7 +232,7 @@ def _is_moe(module: nn.Module) -> bool:
 
 
 def _count_experts(module: nn.Module) -> int:
-    """How many experts a module holds; none if it is something else."""
+    """Count the experts that a module holds; 0 if it is something else."""
     if isinstance(module, nn.ModuleList):
         working = [child for child in module if any(True for _ in child.parameters())]
         return len(module) if len(working) > 1 and all(map(_feed_forward, working)) else 0
@@ -241,7 +243,7 @@ def _count_experts(module: nn.Module) -> int:
 
 
 def _count_stacked(module: nn.Module) -> int:
-    """How many weights a module's own parameters hold, one upon the other."""
+    """Count the weights that are stacked in a module's own parameters of three dimensions."""
     if isinstance(module, ConvNd):
         return 0
     stacked = [w.shape[0] for w in parameters_of(module).values() if w is not None and w.dim() == 3]  # noqa: PLR2004
@@ -249,7 +251,7 @@ def _count_stacked(module: nn.Module) -> int:
 
 
 def _routes_to(experts: int, module: nn.Module) -> bool:
-    """Whether something in a module makes one number per expert."""
+    """Return whether something in a module makes one number per expert."""
     for inner in module.modules():
         linear = _as_linear(inner)
         weights = [w for w in parameters_of(inner).values() if w is not None and w.dim() == 2]  # noqa: PLR2004
@@ -259,15 +261,27 @@ def _routes_to(experts: int, module: nn.Module) -> bool:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Whether it is wider inside than outside: else a tile of it would save next to nothing."""
+    """Return whether a module is an MLP that is wider inside than outside: else a tile would save next to nothing."""
     found = _feed_forward(module)
     return found is not None and (found.inner > found.width or (found.is_fused and found.inner == found.width))
 
 
-def _feed_forward(module: nn.Module) -> _FeedForward | None:
-    """The widths of linear layers that go in and come back out, if that is all there is.
+class _Linear(NamedTuple):
+    inputs: int
+    outputs: int
 
-    The first goes in. A second one that does may be listed after the one that comes out: `w1`, `w2`, `w3`.
+
+class _FeedForward(NamedTuple):
+    width: int
+    inner: int
+    is_fused: bool
+    """Whether one layer makes both the gate and what is gated."""
+
+
+def _feed_forward(module: nn.Module) -> _FeedForward | None:
+    """Return the widths of linear layers that widen and narrow again, if that is all there is in a module.
+
+    The first one widens. A second one that does may be listed after the one that narrows: `w1`, `w2`, `w3`.
     """
     linears = _linears(module)
     if linears is None or len(linears) not in (2, 3):
@@ -283,7 +297,7 @@ def _feed_forward(module: nn.Module) -> _FeedForward | None:
 
 
 def _linears(module: nn.Module) -> list[_Linear] | None:
-    """The linear layers in a module, in order; None if something else in it mixes features, such as a convolution."""
+    """Return the linear layers in a module; None if something else in it mixes features, such as a convolution."""
     linear = _as_linear(module)
     if linear is not None:
         return [linear]
@@ -299,7 +313,7 @@ def _linears(module: nn.Module) -> list[_Linear] | None:
 
 
 def _as_linear(module: nn.Module) -> _Linear | None:
-    """By their attributes: so quantized layers, adapters around layers, and GPT-2's `Conv1D` count as well."""
+    """Read a layer's widths from its attributes: quantized layers, adapters, and GPT-2's `Conv1D` count as well."""
     for inputs, outputs in (("in_features", "out_features"), ("nx", "nf")):
         width, height = getattr(module, inputs, None), getattr(module, outputs, None)
         if isinstance(width, int) and isinstance(height, int):
@@ -307,25 +321,31 @@ def _as_linear(module: nn.Module) -> _Linear | None:
     return None
 
 
+# --- The head -------------------------------------------------------------------------------------------------------
+
+
 class Head(NamedTuple):
     """The layer that makes logits, and the model that makes a loss of them."""
 
     name: str
     module: nn.Module
-    owner: nn.Module
+    model: nn.Module
 
 
 def find_head(model: nn.Module) -> Head:
-    """By transformers' own convention; anything else can call `lowtide.linear_cross_entropy` itself."""
-    for owner_name, owner in model.named_modules():
-        ask = getattr(type(owner), "get_output_embeddings", None)
-        if ask is None or "labels" not in inspect.signature(type(owner).forward).parameters:
+    """Return the head, found by transformers' convention. Raises `NoRegionError` if there is none.
+
+    A model of any other kind can call `lowtide.linear_cross_entropy` itself.
+    """
+    for prefix, inner in model.named_modules():
+        get_head = getattr(type(inner), "get_output_embeddings", None)
+        if get_head is None or "labels" not in inspect.signature(type(inner).forward).parameters:
             continue
-        head = ask(owner)
-        for name, module in owner.named_modules():
+        head = get_head(inner)
+        for name, module in inner.named_modules():
             if module is head:
-                return Head(".".join(filter(None, [owner_name, name])), head, owner)
+                return Head(".".join(filter(None, [prefix, name])), head, inner)
     raise NoRegionError(
-        f"tile(loss): {type(model).__name__} has no head that makes a loss of labels (transformers' "
+        f"tile(loss): {type(model).__name__} has no head that makes a loss from labels (transformers' "
         "get_output_embeddings and forward(labels=...)): call lowtide.linear_cross_entropy where your loss is made"
     )

@@ -1,4 +1,4 @@
-"""Names as people write them: in any spelling, and with the nearest known one where a name is unknown."""
+"""Reads names as people write them: in any spelling, and with the nearest known name where one is unknown."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ if TYPE_CHECKING:
 
 
 def normalize(name: str) -> str:
-    """`RTX 4090`, `rtx-4090` and `RTX4090` are one name."""
+    """Reduce a name to lower-case letters and digits: `RTX 4090`, `rtx-4090` and `RTX4090` are one name."""
     return "".join(filter(str.isalnum, name.lower()))
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, if there is one."""
+    """Return the known name that was probably meant, if there is one."""
     names = {normalize(name): name for name in known}
     near = difflib.get_close_matches(normalize(word), names, n=1)
     return names[near[0]] if near else None
 
 
 def unknown(word: object, known: Iterable[object], what: str) -> str:
-    """That a word is unknown, with the nearest one, or with all of them."""
+    """Say that `word` is an unknown `what`, and name the nearest known one, or all of them.
+
+    `unknown("ofload", words, "policy word")` returns "unknown policy word 'ofload': did you mean 'offload'?".
+    """
     names = [str(name) for name in known]
     near = nearest(str(word), names)
-    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(names)}"
-    return f"{str(word)!r} is no {what}; {hint}"
+    hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(names)}"
+    return f"unknown {what} {str(word)!r}: {hint}"

@@ -1,13 +1,13 @@
-"""`lowtide.patch_torch`: torch's checkpoint function replaced, for frameworks that call it themselves.
+"""`lowtide.patch_torch`: replaces torch's checkpoint function, for frameworks that call it themselves.
 
 The replacement is an object that knows what it replaced. It is put wherever a loaded module holds the function: in
-`torch.utils.checkpoint` and under the names that others have imported (`transformers.modeling_utils.checkpoint`,
+`torch.utils.checkpoint` and under the names by which frameworks imported it (`transformers.modeling_utils.checkpoint`,
 DeepSpeed's own). Removing it puts back, place by place, what was there, also in modules that imported the name
 meanwhile; references that survive elsewhere pass calls on.
 
 Patches stack: one made inside another is on top, and may be removed in any order. Somebody else's patch that is found
-underneath is named in a warning and left as it is: it answers no call while ours is in force. Names that mean torch's
-own function still, because they were imported before that patch, are answered as well.
+underneath is named in a warning and left as it is: it answers no call while ours is in force. Names that still mean
+torch's own function, because they were imported before that patch, are answered as well.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _REPLACED = (
     ("torch.utils.checkpoint", "checkpoint"),
     ("deepspeed.runtime.activation_checkpointing.checkpointing", "checkpoint"),
 )
-"""Torch's function, and those of other packages that do the same; replaced if they are loaded."""
+"""Torch's function, and functions of other packages that do the same; replaced if they are loaded."""
 
 _BYPASSED = (("torch.utils.checkpoint", "CheckpointFunction"),)
-"""What the replaced functions would have used: whoever patches it instead is not asked any more."""
+"""What the replaced functions would have used: a patch on it is no longer called."""
 
 _installing = threading.RLock()
 
@@ -47,13 +47,13 @@ _installing = threading.RLock()
 def patch_torch(offload: Literal["host"] | Store | Schedule | None = None) -> TorchPatch:
     """Answer every call of torch's `checkpoint` with `lowtide.checkpoint`, until the patch is removed.
 
-    Whatever `use_reentrant` the caller passes, there is one graph, and with `offload` the inputs leave the device. A
-    context manager; `.remove()` ends it as well. For models that you build yourself, `lowtide.apply` is the better way:
-    it patches instances, and checks that it is active.
+    Whatever `use_reentrant` the caller passes, there is one graph, and with `offload` the inputs leave the device. The
+    patch is a context manager; `.remove()` ends it as well. For models that you build yourself, `lowtide.apply` is the
+    better way: it patches instances, and checks that it is active.
 
     A function that was stored before the patch, such as the one that `gradient_checkpointing_enable()` binds to a
-    model, is not found: enable checkpointing inside. `patch.calls` tells how many calls came by, and removing a patch
-    that was never called says so in a warning.
+    model, is not found: enable checkpointing inside. `patch.calls` counts the calls that were answered, and removing a
+    patch that was never called warns.
     """
     # one schedule for all calls, so that a region's copies hide behind the next one's compute
     schedule = Schedule(HostStore()) if offload == "host" else as_schedule(offload)
@@ -72,15 +72,17 @@ class TorchPatch:
         self.calls = 0
         """Calls that this patch has answered."""
         self.was_reached = False
+        """Whether a call reached it, or a patch on top of it."""
         self._schedule = schedule
         self._replacements: list[_Replacement] = []
 
     def install(self) -> None:
+        """Replace the functions wherever loaded modules hold them."""
         with _installing:
             # all warnings first: where they are errors, nothing has been replaced yet
             for module_name, name in (*_REPLACED, *_BYPASSED):
                 if module_name in sys.modules:
-                    _name_foreign(module_name, name)
+                    _warn_about_foreign_patch(module_name, name)
             for module_name, name in _REPLACED:
                 if module_name in sys.modules:
                     for below in _current_and_genuine(module_name, name):
@@ -140,7 +142,7 @@ class _Replacement:
 
     @property
     def below(self) -> Callable[..., Any]:
-        """What to put back: the next one down that is still in force."""
+        """What to put back: the next function down that is still in force."""
         while isinstance(self._below, _Replacement) and not self._below.is_active:
             self._below = self._below.below
         return self._below
@@ -150,7 +152,7 @@ class _Replacement:
             return self.below(*args, **kwargs)
         if not args and "function" not in kwargs:
             return functools.partial(self._curried, kwargs)
-        self.tell()
+        self.note_call()
         function, *rest = args or (kwargs.pop("function"),)
         return self._patch.run(function, tuple(rest), kwargs)
 
@@ -161,28 +163,28 @@ class _Replacement:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not self.is_active:
                 return self.below(**settings)(function)(*args, **kwargs)
-            self.tell()
+            self.note_call()
             return self._patch.run_curried(settings, function, args, kwargs)
 
         return checkpointed
 
     def __deepcopy__(self, _: Any) -> Self:
-        """As a function is copied: a model's copy is not patched for longer than the model."""
+        """Copy as functions are copied, by reference: a model's copy is not patched for longer than the model."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
-        """As a function is pickled: by name."""
+        """Pickle as functions are pickled, by name."""
         return pkgutil.resolve_name, (":".join(map(str, _origin(self))),)
 
-    def tell(self) -> None:
-        """A call came by: patches further down would have answered it."""
+    def note_call(self) -> None:
+        """Take note of a call, also for the patches further down, which would have answered it."""
         self._patch.was_reached = True
         if isinstance(self.below, _Replacement):
-            self.below.tell()
+            self.below.note_call()
 
 
 def _holders(value: Any) -> list[tuple[types.ModuleType, str]]:
-    """All names of loaded modules that mean this very object."""
+    """Return all names of loaded modules that mean this very object."""
     return [
         (module, name)
         for module in list(sys.modules.values())
@@ -192,7 +194,7 @@ def _holders(value: Any) -> list[tuple[types.ModuleType, str]]:
 
 
 def _current_and_genuine(module_name: str, name: str) -> list[Any]:
-    """What a module's name means now, and the function that the module defined, if that is held somewhere still."""
+    """Return what a module's name means now, and the function that the module defined, if it is still held anywhere."""
     current = sys.modules[module_name].__dict__[name]
     found = {id(current): current}
     for module in list(sys.modules.values()):
@@ -204,19 +206,19 @@ def _current_and_genuine(module_name: str, name: str) -> list[Any]:
 
 
 def _origin(function: Any) -> tuple[str | None, str]:
-    """The module that defined it, and its name there."""
+    """Return the module that defined a function, and its name there."""
     return getattr(function, "__module__", None), getattr(function, "__qualname__", repr(function))
 
 
-def _name_foreign(module_name: str, name: str) -> None:
+def _warn_about_foreign_patch(module_name: str, name: str) -> None:
     held = sys.modules[module_name].__dict__[name]
     if isinstance(held, _Replacement):
         return
     origin, its_name = _origin(held)
     if origin != module_name:
         warnings.warn(
-            f"lowtide: {module_name}.{name} was already replaced by {origin}.{its_name}: it is left as it is, but "
-            "Lowtide's patch goes on top and answers every call, so what it does (offload, most often) does not happen "
-            "until Lowtide's patch is removed",
+            f"lowtide: {module_name}.{name} was already replaced by {origin}.{its_name}: that stays in place, but "
+            "Lowtide's patch is on top and answers every call, so whatever it does (offload, most often) does not "
+            "happen until Lowtide's patch is removed",
             stacklevel=4,
         )

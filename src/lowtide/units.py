@@ -1,4 +1,4 @@
-"""Sizes as people write them: `"24GiB"` of memory, `"128k"` tokens.
+"""Reads and writes sizes as people do: `"24GiB"` of memory, `"128k"` tokens.
 
 Every size that a user can pass goes through here, so all of Lowtide reads and prints them the same way. Memory takes
 binary (`KiB`, `MiB`, `GiB`, `TiB`) and decimal (`KB`, `MB`, `GB`, `TB`) units, which differ by up to 10 %. Tokens take
@@ -25,17 +25,17 @@ _NUMBER_AND_UNIT = re.compile(r"\s*(?P<number>\d+(?:[_,]\d+)*(?:\.\d+)?)\s*(?P<u
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from a number or from a string such as `"24GiB"`, `"500 MB"` or `"4096"`."""
+    """Return the bytes that a number or a string means, such as `"24GiB"`, `"500 MB"` or `"4096"`."""
     return _parse(size, _BYTE_UNITS, what="memory size", example='"24GiB" or "500MB"')
 
 
 def parse_tokens(count: int | str) -> int:
-    """Tokens from a number or from a string such as `"128k"` (131072) or `"1M"` (1048576)."""
+    """Return the tokens that a number or a string means, such as `"128k"` (131072) or `"1M"` (1048576)."""
     return _parse(count, _TOKEN_UNITS, what="token count", example='"128k" or 131072')
 
 
 def format_bytes(size: float) -> str:
-    """A size with a binary unit and three digits or so: `512 B`, `1.5 GiB`, `640 MiB`."""
+    """Write a size with a binary unit and about three digits: `512 B`, `1.5 GiB`, `640 MiB`."""
     amount, power = abs(size), 0
     while amount >= _STEP and power + 1 < len(_PRINTED_UNITS):
         amount, power = amount / _STEP, power + 1
@@ -57,7 +57,9 @@ def _parse(value: int | str, units: dict[str, int], *, what: str, example: str) 
             raise InvalidValueError(f"{value!r} is not a {what}: write it like {example}")
         unit = units[match["unit"].lower()]
         amount = float(re.sub("[_,]", "", match["number"])) * unit
-        amount = math.floor(amount) if unit > 1 else amount  # "44.4GiB" is no whole number of bytes, but clear enough
+        amount = (
+            math.floor(amount) if unit > 1 else amount
+        )  # "44.4GiB" is not a whole number of bytes, but clear enough
     if amount < 0:
         raise InvalidValueError(f"{what} must not be negative, got {value!r}")
     if amount != int(amount):

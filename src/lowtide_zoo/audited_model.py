@@ -125,4 +125,4 @@ def _check_options(name: str, options: Any) -> None:
     known = [word for word in inspect.signature(audit).parameters if word not in ("model", "batch")]
     for word in options:
         if word not in known:
-            raise CannotAuditError(f"{name} returns options: {unknown(word, known, 'keyword of lowtide.audit')}")
+            raise CannotAuditError(f"{name} returns options: {unknown(word, known, 'lowtide.audit keyword')}")

@@ -182,7 +182,7 @@ def test_a_policy_that_is_refused_leaves_the_one_in_force(sim, tmp_path):
     for refused, why in {
         f"recompute+offload(disk={tmp_path}/missing)": "cannot be used",
         "recompute+offload(disk)": "does not say where",
-        "recompute; *.tower: none": "fits no block",
+        "recompute; *.tower: none": "matches no region",
     }.items():
         with pytest.raises(LowtideError, match=why):
             lowtide.apply(model, refused)

@@ -188,7 +188,7 @@ def test_a_tower_that_the_first_batches_leave_out_is_watched_on(x, kinds):
             y = model["text"](x)[-1]
             (y + model["tower"](x)[-1] if kind == "picture" else y).sum().backward()
 
-    says = r"region 'tower\.layers\.0': it ran in evaluation mode"
+    says = r"region 'tower\.layers\.0' ran in evaluation mode"
     late = kinds[0] == "text"  # an error would end a run that has trained for a while
     with pytest.warns(UserWarning, match=says) if late else pytest.raises(SilentNoOpError, match=says):
         train()
@@ -298,7 +298,7 @@ class TestCaches:
         model = PrefixAndExpert()
         model.prefix.requires_grad_(False)
         lowtide.apply(model, "recompute")
-        with pytest.raises(SilentNoOpError, match="goes on from that cache"):
+        with pytest.raises(SilentNoOpError, match="continues from that cache"):
             model(x.detach(), FakeCache()).sum().backward()
 
     def test_two_stacks_with_places_of_their_own_are_no_alarm(self, x):

@@ -288,7 +288,7 @@ class TestRefused:
         """Whisper's layers hold the two linear layers themselves."""
         model, _ = make(zoo.whisper)
         before = dict(model.model.encoder.layers[0].__dict__)
-        with pytest.raises(NoRegionError, match=r"tile\(mlp\): no block of Whisper"):
+        with pytest.raises(NoRegionError, match=r"tile\(mlp\): no region of Whisper"):
             lowtide.apply(model, "tile(mlp)")
         assert model.model.encoder.layers[0].__dict__ == before
 

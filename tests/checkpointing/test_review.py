@@ -10,7 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide import simdevice
-from lowtide.applying.region_runtime import OwnMemory
+from lowtide.applying.region_runtime import ModelMemory
 from lowtide.counters import RegionLedger
 
 SHAPE = (64, 64)
@@ -222,7 +222,7 @@ def test_an_argument_that_holds_itself(sim):
 def test_parameters_that_came_later_are_known_as_the_models_own(sim):
     """`load_state_dict(assign=True)` replaces all parameters but those that it does not name."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))).to(sim)
-    owned = OwnMemory(model)
+    owned = ModelMemory(model)
     owned.enter("0")
     model[1][0].weight = nn.Parameter(torch.randn(64, 64, device=sim))
     assert not owned.holds(model[1][0].weight)

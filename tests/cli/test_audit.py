@@ -110,7 +110,7 @@ def test_a_failure_is_exit_code_one_with_evidence_and_remedy(run):
         ("no_such_architecture", "unknown model 'no_such_architecture'"),
         ("lama", "did you mean llama?"),
         (".", "no config.json"),
-        ("factories_of_a_test:misspelt", "'dropuot' is no keyword of lowtide.audit; did you mean 'dropout'?"),
+        ("factories_of_a_test:misspelt", "unknown lowtide.audit keyword 'dropuot': did you mean 'dropout'?"),
         ("factories_of_a_test:listed", "options as a dict, not as list"),
         ("factories_of_a_test:refused", "did you mean 'recompute'?"),
         pytest.param("clvp_encoder", "no model class of its own", marks=needs_zoo),

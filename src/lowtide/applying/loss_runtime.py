@@ -20,18 +20,17 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lowtide.applying.applied import Applied
     from lowtide.counters import TileLedger
     from lowtide.losses.deferred import LossRequest
 
 _REQUEST = "lowtide_loss_request"
+"""The keyword under which a head that is called once more gets the loss to make."""
 
 
-class OwnerRuntime:
-    """Sees whether a call of the model is one with labels."""
+class ModelRuntime:
+    """Tells the head whether its model was called with labels."""
 
-    def __init__(self, owner: Applied) -> None:
-        self.owner = owner
+    def __init__(self) -> None:
         self.has_labels = False
 
     def is_active(self, module: nn.Module) -> bool:
@@ -40,6 +39,7 @@ class OwnerRuntime:
     def run(
         self, _module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Run the model's forward, and know meanwhile whether it has labels."""
         labels = kwargs.get("labels")
         if args and labels is None:
             labels = inspect.signature(forward).bind_partial(*args).arguments.get("labels")
@@ -51,18 +51,18 @@ class OwnerRuntime:
 
 
 class HeadRuntime:
-    """Returns logits that are not computed, and the loss when they are asked for it."""
+    """Makes a head return logits that are not computed, and the loss when it is asked for."""
 
-    def __init__(self, calls: OwnerRuntime, ledger: TileLedger, tokens: int | None) -> None:
-        self.owner = calls.owner
-        self._calls = calls
+    def __init__(self, model: ModelRuntime, ledger: TileLedger, tokens: int | None) -> None:
+        self._model = model
         self._ledger = ledger
         self._tokens = tokens
 
     def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (its model decides)
-        return self._calls.has_labels
+        return self._model.has_labels
 
     def run(self, head: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return deferred logits; or the loss itself, if this is the second call of a head that gathers weights."""
         if len(args) != 1:
             return forward(*args, **kwargs)
         (hidden,) = args
@@ -76,14 +76,14 @@ class HeadRuntime:
         return DeferredLogits(hidden, count_classes(head), dtype, make_loss, forward)
 
     def _make_loss(self, tiled: TiledFunction, hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
-        """Hooks of the head have acted already, on input and logits; only those that gather weights must again."""
+        """Make the loss. Hooks of the head have acted already; only those that gather weights must act again."""
         if not tiled.has_fsdp_modules() and not tiled.has_partitioned_weights():
             return head_loss(tiled, hidden, request, self._ledger, self._tokens)
-        before, self._calls.has_labels = self._calls.has_labels, True
+        before, self._model.has_labels = self._model.has_labels, True
         try:
             return tiled.module(hidden, **{_REQUEST: request})  # type: ignore[no-any-return, misc]
         finally:
-            self._calls.has_labels = before
+            self._model.has_labels = before
 
 
 def _is_autocast(tensor: torch.Tensor) -> bool:

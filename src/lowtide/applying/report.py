@@ -1,6 +1,7 @@
-"""What a policy did, as data; printed with equal neighbours in one line (`layers.0-35 x36`).
+"""The report of an applied policy: what it did, as data, as text and as a page.
 
-What a policy did, as a page: bytes by region, the counts, the tiles and the store.
+The text has equal neighbours in one line (`layers.0-35 x36`); the page shows bytes by region, the counts, the tiles and
+the store.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from lowtide.modules import grouped_name, range_of, stack_of
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lowtide.counters import RegionLedger, TileLedger
     from lowtide.stores import DiskUsage
 
@@ -35,6 +38,7 @@ class RegionReport:
 
     @classmethod
     def of(cls, ledger: RegionLedger, policy: str) -> RegionReport:
+        """Copy the counts of `ledger` as they are now."""
         counts = {
             field.name: getattr(ledger, field.name) for field in dataclasses.fields(cls) if field.name != "policy"
         }
@@ -43,7 +47,7 @@ class RegionReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All regions of an applied policy, and what the store holds."""
+    """What an applied policy did so far: region by region, in tiles, and in the store."""
 
     policy: str
     regions: list[RegionReport]
@@ -57,11 +61,16 @@ class Report:
     """Bytes of host memory that could not be pinned: their copies do not overlap with compute."""
     disk: DiskUsage | None = None
 
+    @property
+    def declined_bytes(self) -> int:
+        """Bytes that the store had no room for."""
+        return sum(region.declined_bytes for region in self.regions)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def figures(self) -> dict[str, float]:
-        """Everything in a few numbers, for a training log."""
+        """Return everything in a few numbers, for a training log."""
         return {
             "recomputes": sum(region.recomputes for region in self.regions),
             "packed_bytes": sum(region.packed_bytes for region in self.regions),
@@ -78,58 +87,72 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """A page. Needs the `html` extra."""
-
-        return as_page(self)
+        """Return a page: one file that needs no network. Needs the `html` extra."""
+        return render(
+            _TEMPLATE,
+            report=self,
+            figures=self.figures(),
+            declined=self.declined_bytes,
+            bars=_bars(self),
+        )
 
     def __str__(self) -> str:
-        lines = [f"policy {self.policy}: {len(self.regions)} regions"]
-        for _, neighbours in itertools.groupby(self.regions, key=_likeness):
-            group = list(neighbours)
-            first = group[0]
-            lines.append(
-                f"  {grouped_name(group)} [{first.policy}] forwards {first.forwards}, recomputes {first.recomputes}, "
-                f"packed {range_of(group, 'packed_bytes')}, restored {range_of(group, 'restored_bytes')}, "
-                f"kept {range_of(group, 'kept_bytes')}"
-            )
-        for _, equals in itertools.groupby(self.tiles, key=_likeness_of_tiles):
-            tiled = list(equals)
-            lines.append(
-                f"  {grouped_name(tiled)} [tile] calls {tiled[0].calls}, tiles {tiled[0].tiles}, "
-                f"run again {tiled[0].recomputed_tiles}"
-            )
-        declined = sum(region.declined_bytes for region in self.regions)
-        lines.append(
-            f"  host memory {format_bytes(self.host_bytes)} now, {format_bytes(self.peak_host_bytes)} at the peak; "
-            f"compute waited {self.seconds_waited * 1e3:.1f} ms for copies"
+        return "\n".join(
+            [
+                f"policy {self.policy}: {len(self.regions)} regions",
+                *(_region_line(list(group)) for _, group in itertools.groupby(self.regions, key=_region_group)),
+                *(_tile_line(list(group)) for _, group in itertools.groupby(self.tiles, key=_tile_group)),
+                *_store_lines(self),
+            ]
         )
-        if self.disk is not None:
-            lines.append(f"  {_disk_line(self.disk)}")
-        if self.pageable_bytes:
-            lines.append(
-                f"  {format_bytes(self.pageable_bytes)} of host memory could not be pinned: copies of it do not overlap"
-            )
-        if declined:
-            place = "host memory" if self.disk is None else f"the disk (limit {format_bytes(self.disk.limit)})"
-            lines.append(f"  {format_bytes(declined)} found no room in {place} and stayed where they were")
-        return "\n".join(lines)
+
+
+def _region_group(region: RegionReport) -> tuple[Any, ...]:
+    return stack_of(region.name), region.policy, region.forwards, region.recomputes
+
+
+def _region_line(group: list[RegionReport]) -> str:
+    first = group[0]
+    return (
+        f"  {grouped_name(group)} [{first.policy}] forwards {first.forwards}, recomputes {first.recomputes}, "
+        f"packed {range_of(group, 'packed_bytes')}, restored {range_of(group, 'restored_bytes')}, "
+        f"kept {range_of(group, 'kept_bytes')}"
+    )
+
+
+def _tile_group(ledger: TileLedger) -> tuple[Any, ...]:
+    return stack_of(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles
+
+
+def _tile_line(group: list[TileLedger]) -> str:
+    first = group[0]
+    return (
+        f"  {grouped_name(group)} [tile] calls {first.calls}, tiles {first.tiles}, run again {first.recomputed_tiles}"
+    )
+
+
+def _store_lines(report: Report) -> Iterator[str]:
+    yield (
+        f"  host memory {format_bytes(report.host_bytes)} now, {format_bytes(report.peak_host_bytes)} at the peak; "
+        f"compute waited {report.seconds_waited * 1e3:.1f} ms for copies"
+    )
+    if report.disk is not None:
+        yield f"  {_disk_line(report.disk)}"
+    if report.pageable_bytes:
+        pageable = format_bytes(report.pageable_bytes)
+        yield f"  {pageable} of host memory could not be pinned: copies of it do not overlap"
+    if report.declined_bytes:
+        place = "host memory" if report.disk is None else f"the disk (limit {format_bytes(report.disk.limit)})"
+        yield f"  {format_bytes(report.declined_bytes)} found no room in {place} and stayed where they were"
 
 
 def _disk_line(disk: DiskUsage) -> str:
-    kind = "direct I/O" if disk.direct else "buffered I/O, for the file system allows no direct I/O"
+    kind = "direct I/O" if disk.direct else "buffered I/O, because the file system does not allow direct I/O"
     return (
         f"disk {disk.directory}: {format_bytes(disk.bytes)} now, {format_bytes(disk.peak_bytes)} at the peak, "
         f"{format_bytes(disk.written_bytes)} written, {format_bytes(disk.read_bytes)} read; {kind}"
         f"{', checksums compared' if disk.verify else ''}"
     )
-
-
-def _likeness(region: RegionReport) -> tuple[Any, ...]:
-    return stack_of(region.name), region.policy, region.forwards, region.recomputes
-
-
-def _likeness_of_tiles(ledger: TileLedger) -> tuple[Any, ...]:
-    return stack_of(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles
 
 
 _TEMPLATE = TEMPLATES / "applied.html"
@@ -140,19 +163,8 @@ _SERIES = {
 }
 
 
-def as_page(report: Report) -> str:
-    """One file that needs no network. Needs the `html` extra."""
-    return render(
-        _TEMPLATE,
-        report=report,
-        figures=report.figures(),
-        declined=sum(region.declined_bytes for region in report.regions),
-        bars=_bars(report),
-    )
-
-
 def _bars(report: Report) -> str | None:
-    """What each region saved at its boundary so far: kept, and moved. None if nothing was saved there."""
+    """Draw what each region saved at its boundary so far: kept, and moved. None if nothing was saved there."""
     most = max((region.kept_bytes + region.packed_bytes for region in report.regions), default=0)
     if not most:
         return None

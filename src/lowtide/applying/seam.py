@@ -2,10 +2,14 @@
 
 Hooks of the module (FSDP's, DeepSpeed's, a user's) stay outside it. It knows its module, so a deep copy or an unpickled
 model calls its own parameters; and it is active only in the model that the policy was applied to: a copy runs plainly.
-It holds the module weakly, so that a model dies with its last reference as it did before.
+
+Who keeps whom alive: a module holds its seam, and a seam holds its runtime and the handle that installed it. So a
+policy stays in force when the caller drops the handle, and dies with the model. In the other direction all references
+are weak: a seam knows its module weakly and a handle knows its seams weakly, so that a model dies with its last
+reference as it did before.
 
 To those who look at it, it is the module's forward: it has its signature, by which the Trainer chooses a batch's
-columns, and a function that can be bound anew, as accelerate does.
+columns, and a function that can be bound again, as accelerate does.
 """
 
 from __future__ import annotations
@@ -19,30 +23,35 @@ from lowtide._torch import disable_dynamo, make_data_parallel_refuse
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
-
-    from lowtide.applying.applied import Applied
 
 
 class Runtime(Protocol):
     """What a seam does while a policy is in force. It stays in this process."""
 
-    owner: Applied
-
     def is_active(self, module: nn.Module) -> bool:
-        """Whether this call is one to act on."""
+        """Return whether to act on this call; otherwise the module's forward runs plainly."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, under the policy."""
+        """Run the module's `forward` under the policy and return its output."""
+
+
+class Handle(Protocol):
+    """Whatever installed some seams and can take them away again."""
+
+    def remove(self) -> None:
+        """Remove the seams."""
 
 
 class Seam:
-    """Takes the place of one module's `forward`."""
+    """Takes the place of one module's `forward`, and does what its runtime says."""
 
-    def __init__(self, module: nn.Module, runtime: Runtime | None) -> None:
+    def __init__(self, module: nn.Module, runtime: Runtime | None, handle: Handle | None) -> None:
         self.runtime = runtime
+        self.handle = handle
+        """The handle that installed this seam; None once it is removed, and in copies."""
         self.replaced = module.__dict__.get("forward")  # somebody else's, if there was one
         self._module = weakref.ref(module)
 
@@ -58,39 +67,41 @@ class Seam:
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        plain = self._plain(module)
+        forward = self._original_forward(module)
         if self.runtime is None or not self.runtime.is_active(module):
-            return plain(*args, **kwargs)
-        return self.runtime.run(module, plain, args, kwargs)
+            return forward(*args, **kwargs)
+        return self.runtime.run(module, forward, args, kwargs)
 
     @property
     def is_activation_policy(self) -> bool:
-        """Whether a policy is in force here. The audit, which knows nothing of this class, asks a forward for it."""
+        """Whether a policy is in force here. The audit asks a forward for it, without knowing this class."""
         return self.runtime is not None
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._plain(self.module))
+        return inspect.signature(self._original_forward(self.module))
 
     @property
     def __func__(self) -> _Unbound:
         return _Unbound(self)
 
-    def _plain(self, module: nn.Module) -> Callable[..., Any]:
-        """The module's forward as it was. It holds the module, for a backward that outlives the model's last name."""
+    def _original_forward(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the module's forward as it was. It holds the module: a backward may outlive the model's last name."""
         if self.replaced is not None:
             return self.replaced  # type: ignore[no-any-return]
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     def install(self) -> None:
+        """Put this in the place of the module's forward."""
         self.module.__dict__["forward"] = self
         make_data_parallel_refuse(self.module, _refuse_data_parallel)
 
     def remove(self) -> None:
-        self.runtime = None
+        """Put back what was replaced, or run plainly from now on if somebody has wrapped this seam since."""
+        self.runtime = self.handle = None
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self:
-            return  # somebody wrapped it since: what they hold runs plainly from now on
+            return
         if self.replaced is not None:
             module.__dict__["forward"] = self.replaced
         else:
@@ -99,11 +110,11 @@ class Seam:
             make_data_parallel_refuse(module, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles get the module, not the runtime: streams and pinned memory belong to this process."""
+        """Leave out runtime and handle: copies and pickles run plainly, for streams and pinned memory stay here."""
         return {"module": self._module(), "replaced": self.replaced}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.runtime = None
+        self.runtime = self.handle = None
         self.replaced = state["replaced"]
         self._module = weakref.ref(state["module"])
 
@@ -114,8 +125,17 @@ class Seam:
         return twin
 
 
+def seams_of(module: nn.Module) -> Iterator[Seam]:
+    """Yield the seams in force on a module itself, outermost first."""
+    seam = module.__dict__.get("forward")
+    while isinstance(seam, Seam):
+        if seam.runtime is not None:
+            yield seam
+        seam = seam.replaced
+
+
 class _Unbound:
-    """A seam as a function of its module, of which somebody may make a method again. A copy's method runs plainly."""
+    """A seam as a plain function of its module, which can be bound to a module again; on a copy it runs plainly."""
 
     def __init__(self, seam: Seam) -> None:
         self._seam = seam
@@ -131,7 +151,7 @@ class _Unbound:
 
 
 def _refuse_data_parallel() -> NoReturn:
-    """`nn.DataParallel` copies attributes: its replicas would run the original's forward, on the original's device."""
+    """Refuse `nn.DataParallel`, which copies attributes: its replicas would run the original, on its device."""
     raise LowtideError(
         "nn.DataParallel cannot run a model with a Lowtide policy: use DistributedDataParallel (torchrun), "
         "or make one GPU visible (CUDA_VISIBLE_DEVICES=0)"

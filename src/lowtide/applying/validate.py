@@ -1,49 +1,107 @@
-"""Looked at before a policy changes a model: a setting that could not act is refused, and nothing is changed."""
+"""Validates a policy for a model: what cannot be done is refused here, before anything is changed.
+
+A setting that could not act would silently do nothing, so each of them is looked at. What the checks find (regions,
+MLPs, the head) is handed on as an `Installation`, so that nothing is looked for twice.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import logging
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
 from lowtide.losses.head_loss import count_classes
-from lowtide.regions import find_head, find_mlps
+from lowtide.modules import device_of
+from lowtide.policy import Policy
+from lowtide.regions import find_head, find_mlps, find_regions
+from lowtide.stores import store_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
-    from lowtide.policy import Policy
-    from lowtide.regions import Region
+    from lowtide.regions import MLP, Head, Region, Selector
+    from lowtide.stores import Store
 
 logger = logging.getLogger(__name__)
 
 
-def check_policy(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
-    """Whether all that the policy says can be done to these regions."""
-    _check_rules(policy, regions)
-    _check_device(model, policy, regions)
-    _check_tiles(model, policy, regions)
+class InstalledRegion(NamedTuple):
+    """A region, and the policy that takes effect there."""
+
+    region: Region
+    policy: Policy
 
 
-def check_reach(model: nn.Module, others: Iterable[Region]) -> None:
-    """A new policy takes the place of those in force. Of a larger model's it would leave nothing to the other parts."""
+class TiledMLP(NamedTuple):
+    """An MLP or a mixture of experts that runs in tiles, and the policy that says of which size."""
+
+    mlp: MLP
+    policy: Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Installation:
+    """What a policy puts into a model: found and checked, with nothing changed yet."""
+
+    policy: Policy
+    regions: tuple[InstalledRegion, ...]
+    """All regions, also those that the policy leaves alone."""
+    mlps: tuple[TiledMLP, ...]
+    head: Head | None
+    """The head, if the loss is tiled."""
+    store: Store | None = None
+    """Where offloaded bytes wait; None if nothing is offloaded, and before `with_store`."""
+
+    @property
+    def offloads(self) -> bool:
+        return _offload(self.regions)
+
+    @property
+    def keeps_less(self) -> bool:
+        """Whether any region is recomputed or offloaded; tiles alone do not change what is kept."""
+        return any(policy.recompute or policy.offload for _, policy in self.regions)
+
+    def with_store(self) -> Installation:
+        """Return this installation with its store open, if it needs one. Raises `StoreError` if it cannot be had."""
+        return dataclasses.replace(self, store=store_for(self.policy)) if self.offloads else self
+
+
+def validate(model: nn.Module, policy: Policy, select: Sequence[Selector] | None = None) -> Installation:
+    """Return what `policy` puts into `model`, or raise an error that names what cannot be done."""
+    regions = find_regions(model, select)
+    mlps = find_mlps(regions)
+    _check_rules(policy, regions, mlps)
+    installed = tuple(InstalledRegion(region, _effective_policy(policy, region)) for region in regions)
+    _check_device(model, policy, installed)
+    head = _head_to_tile(model, policy)
+    _check_mlps(model, policy, regions, mlps)
+    return Installation(policy, installed, tuple(_mlps_to_tile(policy, mlps)), head)
+
+
+def check_reach(model: nn.Module, regions: Iterable[Region]) -> None:
+    """Refuse to replace a policy that also covers modules outside `model`: they would silently lose it.
+
+    `regions` are those that the policies in force act on.
+    """
     inside = set(model.modules())
-    outside = next((region.name for region in others if region.module not in inside), None)
+    outside = next((region.name for region in regions if region.module not in inside), None)
     if outside is not None:
         raise InvalidValueError(
-            f"{type(model).__name__} is a part of a model whose policy also acts on {outside!r}, outside of it: give "
-            "the whole model one policy with a rule for this part ('recompute; visual.*: none'), or remove() that first"
+            f"{type(model).__name__} is part of a model whose policy also acts on {outside!r}, outside of it: give "
+            "the whole model one policy with a rule for this part ('recompute; visual.*: none'), or remove() that "
+            "policy first"
         )
 
 
-def tell_of_own_checkpointing(model: nn.Module, policy: Policy) -> None:
-    """That it will be off while the policy is in force. Where warnings are errors, nothing has been changed yet."""
+def warn_about_own_checkpointing(model: nn.Module, policy: Policy) -> None:
+    """Warn that the model's own checkpointing will be off. Where warnings are errors, nothing has been changed yet."""
     if any(checkpoints_itself(module) for module in model.modules()):
         warnings.warn(
             f"lowtide: the model's own gradient checkpointing is switched off while the policy {policy.describe()} is "
@@ -53,64 +111,78 @@ def tell_of_own_checkpointing(model: nn.Module, policy: Policy) -> None:
 
 
 def checkpoints_itself(module: nn.Module) -> bool:
-    """By transformers' flag."""
+    """Return whether transformers' flag for checkpointing is set on a module."""
     return getattr(module, "gradient_checkpointing", False) is True
 
 
-def keeps_less(policy: Policy, regions: list[Region]) -> bool:
-    """Whether it recomputes or offloads anything; tiles alone leave what is kept to others."""
-    chosen = [policy.for_region(region.name) for region in regions]
-    return any(one.recompute or one.offload for one in chosen)
+def _offload(regions: Sequence[InstalledRegion]) -> bool:
+    return any(policy.offload for _, policy in regions)
 
 
-def offloads(policy: Policy, regions: list[Region]) -> bool:
-    return any(policy.for_region(region.name).offload for region in regions)
+def _effective_policy(policy: Policy, region: Region) -> Policy:
+    """Return the policy for a region: nothing at all if `every` passes over it."""
+    chosen = policy.for_region(region.name)
+    is_passed_over = chosen.recompute and region.index % chosen.every != 0
+    return Policy() if is_passed_over else chosen
 
 
-def _check_rules(policy: Policy, regions: list[Region]) -> None:
-    """A rule that fits nothing would silently do nothing, and so would one that recomputes a part of a block."""
-    blocks = [region.name for region in regions]
-    mlps = [name for _, name, _ in find_mlps(regions)]
+def _mlps_to_tile(policy: Policy, mlps: list[MLP]) -> Iterable[TiledMLP]:
+    """Yield the MLPs that run in tiles. A rule may name an MLP itself, or the region that it is in."""
+    for mlp in mlps:
+        chosen = policy.for_region(mlp.region.name, mlp.name)
+        if "mlp" in chosen.tile:
+            yield TiledMLP(mlp, chosen)
+
+
+def _head_to_tile(model: nn.Module, policy: Policy) -> Head | None:
+    if "loss" not in policy.tile:
+        return None
+    head = find_head(model)
+    count_classes(head.module)  # refuses a head that does not tell how many
+    return head
+
+
+def _check_rules(policy: Policy, regions: list[Region], mlps: list[MLP]) -> None:
+    """Refuse a rule that fits nothing, and one that would recompute or offload a part of a region."""
+    region_names = [region.name for region in regions]
+    mlp_names = [mlp.name for mlp in mlps]
     for pattern, rule in policy.overrides:
-        if fnmatch.filter(blocks, pattern):
+        if fnmatch.filter(region_names, pattern):
             continue
-        if not fnmatch.filter(mlps, pattern):
+        if not fnmatch.filter(mlp_names, pattern):
             raise InvalidValueError(
-                f"the rule {pattern!r} of policy {policy.describe()!r} fits no block and no MLP: they are called like "
-                f"{blocks[0]!r}"
+                f"the rule {pattern!r} of policy {policy.describe()!r} matches no region and no MLP: regions have "
+                f"names like {region_names[0]!r}"
             )
         if rule.recompute or rule.offload:
             raise InvalidValueError(
-                f"the rule {pattern!r} of policy {policy.describe()!r} fits MLPs alone, and only blocks, which are "
-                f"called like {blocks[0]!r}, are recomputed or offloaded: use 'tile' or 'none' in it, or name other "
-                "blocks with regions=[...]"
+                f"the rule {pattern!r} of policy {policy.describe()!r} matches only MLPs, and only whole regions (with "
+                f"names like {region_names[0]!r}) are recomputed or offloaded: use 'tile' or 'none' in this rule, or "
+                "choose different regions with regions=[...]"
             )
 
 
-def _check_tiles(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
-    """What should be tiled must be there."""
-    if "loss" in policy.tile:
-        count_classes(find_head(model).module)
-    wanted = [region for region in regions if "mlp" in policy.for_region(region.name).tile]
-    found = find_mlps(wanted)
-    if found and (bare := sorted({region.name for region in wanted} - {region.name for region, _, _ in found})):
-        # No warning: most vision-language models have a block or two like that, and the report names what is tiled.
-        logger.info("tile(mlp): no MLP as a module of its own in %s: nothing is tiled there", ", ".join(bare))
-    if wanted and not found:
-        raise NoRegionError(
-            f"tile(mlp): no block of {type(model).__name__} holds an MLP or a mixture of experts as a module of its "
-            "own. Leave tile(mlp) out, or call lowtide.tile where the block makes its intermediates"
-        )
-
-
-def _check_device(model: nn.Module, policy: Policy, regions: list[Region]) -> None:
-    """Host offload frees nothing if there is no accelerator to offload from. The model may still be moved to one."""
-    if policy.offload == "disk" or not offloads(policy, regions) or torch.accelerator.is_available():
+def _check_device(model: nn.Module, policy: Policy, regions: Sequence[InstalledRegion]) -> None:
+    """Refuse host offload where there is no accelerator to offload from; the model may still be moved to one."""
+    if policy.offload == "disk" or not _offload(regions) or torch.accelerator.is_available():
         return
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "cpu":
+    if device_of(model).type == "cpu":
         raise OffloadError(
             f"policy {policy.describe()!r} offloads to the host, and {type(model).__name__} is on the CPU with no "
             "accelerator here: its activations are in host memory already. Use 'recompute', or the disk tier: "
             "'recompute+offload(disk=/a/directory)'"
         )
+
+
+def _check_mlps(model: nn.Module, policy: Policy, regions: list[Region], mlps: list[MLP]) -> None:
+    """Refuse `tile(mlp)` where no region has an MLP to tile."""
+    to_tile = {region.name for region in regions if "mlp" in policy.for_region(region.name).tile}
+    with_mlp = {mlp.region.name for mlp in mlps}
+    if to_tile and not to_tile & with_mlp:
+        raise NoRegionError(
+            f"tile(mlp): no region of {type(model).__name__} holds an MLP or a mixture of experts as a separate "
+            "module. Leave tile(mlp) out, or call lowtide.tile where the model's code makes the intermediates"
+        )
+    if without_mlp := sorted(to_tile - with_mlp):
+        # No warning: most vision-language models have a region or two like that, and the report names what is tiled.
+        logger.info("tile(mlp): no MLP as a separate module in %s: nothing is tiled there", ", ".join(without_mlp))

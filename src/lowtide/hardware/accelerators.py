@@ -125,7 +125,7 @@ def find_accelerator(name: str, calibration: Path | str | None = None) -> Accele
     """Look up an accelerator in the built-in table by name, in any spelling; with a calibration file, as measured."""
     rows = {normalize(row.name): row for row in load_table()}
     if normalize(name) not in rows:
-        raise InvalidValueError(unknown(name, [row.name for row in rows.values()], "accelerator that Lowtide knows"))
+        raise InvalidValueError(unknown(name, [row.name for row in rows.values()], "accelerator"))
     found = rows[normalize(name)]
     return found if calibration is None else calibrated(found, calibration)
 

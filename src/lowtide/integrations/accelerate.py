@@ -3,7 +3,7 @@
     model, optimizer, loader = prepare(accelerator, "recompute+tile", model, optimizer, loader)
 
 It is `lowtide.apply(model, policy)` followed by `accelerator.prepare(model, ...)`, with one check between them: an FSDP
-plugin that checkpoints activations itself would recompute every block twice.
+plugin that checkpoints activations itself would recompute every region twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def prepare(
     accelerator: Accelerator, policy: Policy | str | Mapping[str, Any], model: nn.Module, *others: Any, **options: Any
 ) -> Any:
-    """The model under a policy, and the others, as `accelerator.prepare` returns them."""
+    """Apply `policy` to `model`, and return what `accelerator.prepare` makes of the model and `others`."""
     check_fsdp(getattr(accelerator.state, "fsdp_plugin", None))
     lowtide.apply(model, policy, **options)
     return accelerator.prepare(model, *others)
@@ -35,6 +35,6 @@ def check_fsdp(settings: Any) -> None:
     for name in ("activation_checkpointing", "activation_checkpointing_offload"):
         if settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, False):
             raise InvalidValueError(
-                f"FSDP's settings have {name}=True: every block would be recomputed twice, and without its "
+                f"FSDP's settings have {name}=True: every region would be recomputed twice, and without its "
                 "random state. Switch it off (fsdp_activation_checkpointing: false) and leave it to Lowtide's policy"
             )

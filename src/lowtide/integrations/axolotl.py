@@ -9,7 +9,7 @@ stops there, before anything is loaded. The policy is put on the trainer's model
 model that axolotl loads: reference models and inference stay untouched, adapters and wrappers are in place by then, the
 figures reach every reporter, and what is saved at the end is a plain model.
 
-axolotl's list of plugins lives as long as the process, so each hook looks whether its own configuration asks for it.
+axolotl's list of plugins lives as long as the process, so each hook checks whether its configuration asks for Lowtide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LowtideArgs(BaseModel):
-    """Lowtide's key: axolotl drops what no schema names."""
+    """The schema of Lowtide's key: axolotl drops keys that no schema names."""
 
     lowtide: str | dict[str, Any] | None = None
 
@@ -42,7 +42,7 @@ class LowtidePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
     def __init__(self) -> None:
         super().__init__()
         self.callback: LowtideCallback | None = None
-        """The newest trainer's, with the report in its `applied`."""
+        """The callback of the newest trainer, whose `applied` has the report."""
 
     def get_input_args(self) -> str:
         return f"{LowtideArgs.__module__}.{LowtideArgs.__qualname__}"
@@ -58,7 +58,7 @@ class LowtidePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
         del model
         if self.callback is not None and self.callback.applied is None:
             warnings.warn(
-                f"lowtide: axolotl's trainer never told that training began, so '{KEY}: {cfg[KEY]}' had no effect: use "
-                "a trainer that runs its callbacks, or lowtide.apply(model, policy)",
+                f"lowtide: axolotl's trainer never called on_train_begin, so '{KEY}: {cfg[KEY]}' had no effect: use a "
+                "trainer that runs its callbacks, or lowtide.apply(model, policy)",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""What an axolotl configuration asks for: Lowtide's own key, or axolotl's words for the same things; never both.
+"""Reads the policy that an axolotl configuration asks for: by Lowtide's own key, or in axolotl's words; never both.
 
     lowtide: recompute+offload+tile
 
@@ -28,19 +28,20 @@ _WORDS = (
     "tiled_mlp",
     "tiled_mlp_num_shards",
 )
-"""What is honoured, and then taken out."""
+"""The words of axolotl that are honoured, and then taken out of the configuration."""
 
 _REFUSED = {
     "selective_checkpointing": "a policy keeps or recomputes whole regions; leave it out",
-    "fsdp_config.activation_checkpointing": "every block would be recomputed twice; set it to false",
-    "fsdp_config.fsdp_activation_checkpointing": "every block would be recomputed twice; set it to false",
+    "fsdp_config.activation_checkpointing": "every region would be recomputed twice; set it to false",
+    "fsdp_config.fsdp_activation_checkpointing": "every region would be recomputed twice; set it to false",
 }
+"""The settings of axolotl that cannot be honoured, each with the reason and the remedy."""
 
 logger = logging.getLogger(__name__)
 
 
 def take_over(config: MutableMapping[str, Any]) -> Policy:
-    """The configuration's policy, which stands under Lowtide's key afterwards; doing it again changes nothing."""
+    """Return the configuration's policy, and leave it under Lowtide's key; doing it again changes nothing."""
     policy = policy_of(config)
     if config.get(KEY) is None:
         taken = [name for name in _WORDS if config.pop(name, None)]
@@ -50,7 +51,7 @@ def take_over(config: MutableMapping[str, Any]) -> Policy:
 
 
 def policy_of(config: Mapping[str, Any]) -> Policy:
-    """The policy under Lowtide's key, or what axolotl's words mean; not both."""
+    """Return the policy under Lowtide's key, or what axolotl's words mean. Both at once are refused."""
     policy = _from_words(config) if config.get(KEY) is None else _from_key(config)
     for name, reason in _REFUSED.items():
         if policy != Policy() and _look_up(config, name):
@@ -69,12 +70,12 @@ def _from_key(config: Mapping[str, Any]) -> Policy:
 
 
 def _look_up(config: Mapping[str, Any], path: str) -> Any:
-    block, _, name = path.rpartition(".")
-    return ((config.get(block) or {}) if block else config).get(name)
+    section, _, name = path.rpartition(".")
+    return ((config.get(section) or {}) if section else config).get(name)
 
 
 def _from_words(config: Mapping[str, Any]) -> Policy:
-    checkpointing, offloading = _spelled_out(config)
+    checkpointing, offloading = _checkpointing_and_offloading(config)
     fields: dict[str, Any] = {}
     if checkpointing:
         fields["gradient_checkpointing"] = True
@@ -89,19 +90,19 @@ def _from_words(config: Mapping[str, Any]) -> Policy:
             f"'{KEY}: recompute+offload+tile', or remove the plugin"
         )
     if offloading is True and config.get("adapter"):
-        # so axolotl means it: with an adapter, everything saved is offloaded and nothing is recomputed
+        # this is what axolotl means: with an adapter, everything saved is offloaded and nothing is recomputed
         return dataclasses.replace(policy, recompute=False)
     return policy
 
 
-def _spelled_out(config: Mapping[str, Any]) -> tuple[bool, Any]:
-    """`gradient_checkpointing` and `activation_offloading`, with older spellings in today's words."""
+def _checkpointing_and_offloading(config: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Return `gradient_checkpointing` and `activation_offloading`, with older spellings in today's words."""
     checkpointing, offloading = config.get("gradient_checkpointing"), config.get("activation_offloading")
     older: dict[str, Any] = {"offload": True, "offload_disk": "disk"}
     if isinstance(checkpointing, str):
         if checkpointing not in older:
             raise InvalidValueError(
-                f"axolotl's gradient_checkpointing: {checkpointing} is unknown: write true, or '{KEY}: recompute'"
+                f"unknown value of axolotl's gradient_checkpointing: {checkpointing}. Write true, or '{KEY}: recompute'"
             )
         offloading = older[checkpointing]
     if offloading == "disk":

@@ -3,8 +3,8 @@
     engine, optimizer, *_ = initialize(model, "recompute+tile", config=config, optimizer=optimizer)
 
 It is `lowtide.apply(model, policy)` followed by `deepspeed.initialize(model=model, ...)`. The
-`activation_checkpointing` block of DeepSpeed's configuration acts only on models that call DeepSpeed's own checkpoint
-function, and silently on no other; here it is honoured as a policy, or refused.
+`activation_checkpointing` section of DeepSpeed's configuration acts only on models that call DeepSpeed's own checkpoint
+function, and on all other models it silently does nothing; here it is honoured as a policy, or refused.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def initialize(
     strict: bool = True,
     **options: Any,
 ) -> Any:
-    """What `deepspeed.initialize` returns, with the model under a policy: the one given, or the configuration's.
+    """Apply a policy, the one given or the configuration's, and return what `deepspeed.initialize` returns.
 
-    `regions` and `strict` are those of `lowtide.apply`; all other options are DeepSpeed's.
+    `regions` and `strict` are passed to `lowtide.apply`; all other options to DeepSpeed.
     """
     deepspeed = importlib.import_module("deepspeed")
     settings = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
@@ -48,9 +48,9 @@ def initialize(
 
 
 def policy_of(settings: Mapping[str, Any], policy: Policy | str | Mapping[str, Any] | None) -> Policy:
-    """The policy that is given, or what `activation_checkpointing` asks for; not both."""
-    block = settings.get("activation_checkpointing") or {}
-    asks = [name for name, value in block.items() if value]
+    """Return the policy that is given, or what `activation_checkpointing` asks for. Both at once are refused."""
+    section = settings.get("activation_checkpointing") or {}
+    asks = [name for name, value in section.items() if value]
     if policy is not None and asks:
         raise InvalidValueError(
             f"DeepSpeed's configuration asks for activation_checkpointing ({', '.join(asks)}) and a policy is given: "
@@ -60,6 +60,6 @@ def policy_of(settings: Mapping[str, Any], policy: Policy | str | Mapping[str, A
         return lowtide.Policy.parse(policy)
     if "activation_checkpointing" not in settings:
         raise InvalidValueError(
-            "no policy: give one, or an activation_checkpointing block in DeepSpeed's configuration"
+            "no policy: give one, or an activation_checkpointing section in DeepSpeed's configuration"
         )
-    return lowtide.Policy.parse({"activation_checkpointing": block})
+    return lowtide.Policy.parse({"activation_checkpointing": section})

@@ -1,8 +1,8 @@
-"""transformers' `Trainer`, and everything built on it (TRL's `SFTTrainer` and others).
+"""transformers' `Trainer`, and everything built on it, such as TRL's `SFTTrainer`.
 
     trainer = SFTTrainer(model, ..., callbacks=[LowtideCallback("recompute+tile(mlp)")])
 
-or, so that the figures reach every reporter (W&B, TensorBoard), which are callbacks of their own and come first:
+or, so that the figures reach every reporter (W&B, TensorBoard), which are callbacks themselves and come first:
 
     trainer = SFTTrainer(model, ...)
     attach(trainer, "recompute+tile(mlp)")
@@ -50,13 +50,13 @@ class LowtideCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model is there, and wrapped already if it will be: only instances of its blocks change."""
+        """Apply the policy. The model is wrapped already if it will be, and only instances of its regions change."""
         del state, control
         check_fsdp(args.fsdp_config)
         self.applied = lowtide.apply(kwargs["model"], self.policy, regions=self._regions, strict=self._strict)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds what happened so far to the trainer's own record."""
+        """Add what happened so far to the trainer's own record."""
         del args, control
         logs = kwargs.get("logs")
         if self.applied is None or logs is None or "loss" not in logs:
@@ -79,7 +79,7 @@ def attach(
     """Add a `LowtideCallback` ahead of the trainer's reporters, so that they see its figures."""
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, LowtideCallback) for callback in callbacks):
-        raise InvalidValueError("this trainer has a LowtideCallback already: remove it, or change its policy")
+        raise InvalidValueError("this trainer already has a LowtideCallback: remove it, or change its policy")
     check_fsdp(getattr(trainer.accelerator.state, "fsdp_plugin", None))
     callback = LowtideCallback(policy, **options)
     callbacks.insert(0, callback)

@@ -1,4 +1,4 @@
-"""What should happen to a region's activations: a frozen value, with a string and a dict form.
+"""A policy says what should happen to a region's activations: a frozen value, with a string and a dict form.
 
     none                            keep everything on the device
     recompute                       keep a region's inputs, run its forward again in backward
@@ -14,10 +14,11 @@
     tile(loss, loss_tokens=512)     only the loss
     recompute+offload+tile          all of it
 
-Regions can be told apart by their module name: `"recompute+offload; visual.*: recompute; *.layers.0: none"`. The last
-rule that fits a region wins. Words that people know from other libraries are understood; unknown ones are refused.
+Rules tell regions apart by their module name: `"recompute+offload; visual.*: recompute; *.layers.0: none"`. The last
+rule that matches a region wins. Words that people know from other libraries are understood; unknown ones are refused.
 
-`value` has the policy itself, `text` and `mapping` read its two other forms, and `words` is what both of them know.
+`policy` has the value itself, `text` and `mapping` read its string and dict forms, and `rules` writes a choice of
+policies, region by region, as one policy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the dict form: a policy's own field names, or the keywords that people pass to other libraries."""
+"""Reads the dict form of a policy: its own field names, or the keywords that people pass to other libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.policy.text import PARTS, WORDS, meaning, read_text, united
+from lowtide.policy.text import PARTS, WORDS, merged, read_text, read_word
 from lowtide.spelling import unknown
 from lowtide.units import parse_bytes, parse_tokens
 
@@ -15,63 +15,63 @@ if TYPE_CHECKING:
     from lowtide.policy.text import Fields
 
 
-def read_mapping(mapping: Mapping[str, Any], own: list[str]) -> Fields:
-    """The fields of a policy, of which `own` are the names."""
+def read_mapping(mapping: Mapping[str, Any], field_names: list[str]) -> Fields:
+    """Return the fields of a policy that a mapping says. `field_names` are the names of all fields."""
     fields: Fields = {}
     for key, value in mapping.items():
-        told = _of_our_own(key, value) if key in own else _known_elsewhere(key, value)
-        if told is None:
-            raise InvalidValueError(_refusal(key, value, own))
+        more = _read_own(key, value) if key in field_names else _read_foreign(key, value)
+        if more is None:
+            raise InvalidValueError(_refusal(key, value, field_names))
         if key == "gradient_checkpointing_kwargs" and mapping.get("gradient_checkpointing") is False:
             continue  # they switch nothing on
-        fields = united(fields, told)
+        fields = merged(fields, more)
     return fields if mapping.get("tile") is not False else {**fields, "tile": ()}
 
 
-def _of_our_own(key: str, value: Any) -> Fields:
-    return {key: _FORMS[key](value) if key in _FORMS else value}
+def _read_own(key: str, value: Any) -> Fields:
+    return {key: _READERS[key](value) if key in _READERS else value}
 
 
-def _known_elsewhere(key: str, value: Any) -> Fields | None:
-    """What a keyword of another library says; None if it is not known, or not with such a value."""
+def _read_foreign(key: str, value: Any) -> Fields | None:
+    """Return what a keyword of another library means; None if it is not known, or not with such a value."""
     if key == "gradient_checkpointing_kwargs" and isinstance(value, Mapping | None):
         return _checkpointing_kwargs(value) if value is not None else {}
     if key == "tiled_mlp_num_shards":  # axolotl
         return {"tile_shards": value}
     if key in WORDS and isinstance(value, bool):
-        return meaning(key) if value else {}
+        return read_word(key) if value else {}
     if key == "activation_checkpointing" and isinstance(value, Mapping):
-        return _deepspeed_block(value)
-    return _choice(key, value) if key in _CHOICES else None
+        return _deepspeed_section(value)
+    return _read_choice(key, value) if key in _CHOICES else None
 
 
-def _refusal(key: str, value: Any, own: list[str]) -> str:
+def _refusal(key: str, value: Any, field_names: list[str]) -> str:
     if key == "gradient_checkpointing_kwargs":
         return f"{key} must be a dict, got {value!r}"
     if key in WORDS:
         return f"{key} must be true or false, got {value!r}"
-    return unknown(key, [*own, *WORDS], "setting of a policy")
+    return unknown(key, [*field_names, *WORDS], "policy setting")
 
 
-def _rules(value: Any) -> list[tuple[str, Any]]:
+def _read_rules(value: Any) -> list[tuple[str, Any]]:
     if value is None:
         return []
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidValueError(
-            f"overrides are pairs of a glob and a policy, like {{'visual.*': 'none'}}, not {value!r}"
+            f"overrides must be pairs of a glob and a policy, like {{'visual.*': 'none'}}, not {value!r}"
         )
     return list(value.items() if isinstance(value, Mapping) else value)
 
 
-def _place(value: Any) -> Any:
+def _read_place(value: Any) -> Any:
     return {True: "host", False: None}[value] if isinstance(value, bool) else value
 
 
-def _parts_to_tile(value: Any) -> tuple[str, ...]:
+def _read_parts(value: Any) -> tuple[str, ...]:
     if isinstance(value, bool) or value is None:
         return PARTS if value else ()
     if not isinstance(value, Iterable):
-        raise InvalidValueError(f"tile is true, false or a list of {', '.join(PARTS)}, got {value!r}")
+        raise InvalidValueError(f"tile must be true, false or a list of {', '.join(PARTS)}, got {value!r}")
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -79,41 +79,42 @@ def _unless_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else read(value)
 
 
-_FORMS: dict[str, Callable[[Any], Any]] = {
-    "overrides": _rules,
-    "offload": _place,
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "overrides": _read_rules,
+    "offload": _read_place,
     "host_limit": _unless_none(parse_bytes),
     "disk_limit": _unless_none(parse_bytes),
     "disk": _unless_none(os.fspath),
-    "tile": _parts_to_tile,
+    "tile": _read_parts,
     "tile_tokens": _unless_none(parse_tokens),
     "loss_tokens": _unless_none(parse_tokens),
 }
-"""Fields whose values may be given in more than one form."""
+"""How to read the fields whose values may be given in more than one form."""
 
 _CHOICES: dict[str, dict[Any, str]] = {
     "activation_offloading": {"legacy": "recompute+offload", "hidden_states": "recompute+offload"},  # axolotl
     "use_gradient_checkpointing": {True: "recompute", False: "none", "unsloth": "recompute+offload"},  # unsloth
 }
+"""Keywords of other libraries that take one of a few values, each with the policy that it means."""
 
 
-def _choice(key: str, value: Any) -> Fields:
+def _read_choice(key: str, value: Any) -> Fields:
     if not isinstance(value, str | bool) or value not in _CHOICES[key]:
-        raise InvalidValueError(unknown(value, _CHOICES[key], f"value of {key}"))
+        raise InvalidValueError(unknown(value, _CHOICES[key], f"{key} value"))
     return read_text(_CHOICES[key][value])
 
 
-def _deepspeed_block(block: Mapping[str, Any]) -> Fields:
-    """DeepSpeed's `activation_checkpointing`: what is switched on is honoured or refused."""
-    on = [key for key, value in block.items() if value]
+def _deepspeed_section(section: Mapping[str, Any]) -> Fields:
+    """Read DeepSpeed's `activation_checkpointing`: what is switched on is honoured or refused."""
+    on = [key for key, value in section.items() if value]
     refused = [key for key in on if key != "cpu_checkpointing"]
     if refused:
         raise InvalidValueError(f"activation_checkpointing: {', '.join(refused)} cannot be honoured: switch it off")
-    return meaning("cpu_checkpointing" if on else "recompute")
+    return read_word("cpu_checkpointing" if on else "recompute")
 
 
 def _checkpointing_kwargs(kwargs: Mapping[str, Any]) -> Fields:
-    """transformers' `gradient_checkpointing_kwargs`. `use_reentrant` is answered by one engine, whatever it says."""
+    """Read transformers' `gradient_checkpointing_kwargs`. There is one engine, whatever `use_reentrant` says."""
     fields: Fields = {"recompute": True}
     for key, value in kwargs.items():
         if key == "every_n_layers":
@@ -122,6 +123,6 @@ def _checkpointing_kwargs(kwargs: Mapping[str, Any]) -> Fields:
             fields["offload"] = "host" if value else None
         elif key != "use_reentrant":
             raise InvalidValueError(
-                unknown(key, ["use_reentrant", "every_n_layers", "offload"], "checkpointing setting")
+                unknown(key, ["use_reentrant", "every_n_layers", "offload"], "gradient_checkpointing_kwargs setting")
             )
     return fields

@@ -1,4 +1,4 @@
-"""The policy itself: what it holds, what goes together, and how it is written."""
+"""The policy itself: its settings, which of them go together, and how it is written as a string."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Policy:
 
     recompute: bool = False
     every: int = 1
-    """Recompute every n-th region of a stack, starting with the first; the others are left alone."""
+    """Recompute every n-th region of a stack, starting with the first; those between are left alone."""
     offload: str | None = None
     """`"host"`: pinned memory. `"disk"`: a file. None: the device."""
     host_limit: int | None = None
@@ -32,7 +32,7 @@ class Policy:
     disk_limit: int | None = None
     """The most bytes on disk for this process. None: its share of what is free."""
     verify: bool = False
-    """Whether all that is read from disk is compared with a checksum."""
+    """Whether everything that is read from disk is compared with a checksum."""
     tmpfs: bool = False
     """Whether `disk` may be a directory in memory."""
     tile: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Policy:
     loss_tokens: int | None = None
     """Tokens of the loss's tile. None: from bytes."""
     overrides: tuple[tuple[str, Policy], ...] = ()
-    """Pairs of a glob on the region's module name and the policy for it; the last that fits wins."""
+    """Pairs of a glob on the region's module name and the policy for it; the last that matches wins."""
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -57,7 +57,7 @@ class Policy:
         self._check_tiles()
 
     def _check_kinds(self) -> None:
-        """A word such as "false" would count as true, and a number in quotes would fail somewhere else."""
+        """Refuse values of the wrong type: the string "false" would count as true, and "2" would fail much later."""
         for name in ("recompute", "verify", "tmpfs"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -91,14 +91,14 @@ class Policy:
             )
 
     def _check_rules(self) -> None:
-        """A model has one store, and its settings stand before the rules."""
+        """Refuse settings in rules that hold for the whole model: it has one store."""
         for pattern, policy in self.overrides:
             if policy.overrides:
-                raise InvalidValueError(f"the rule {pattern!r} has rules of its own: give them all beside each other")
+                raise InvalidValueError(f"the rule {pattern!r} has rules of its own: put all rules side by side")
             if policy.host_limit is not None:
-                raise InvalidValueError("a limit of host memory holds for the whole model: give it before the rules")
+                raise InvalidValueError("the limit on host memory is for the whole model: put it before the rules")
             if policy.disk is not None:
-                raise InvalidValueError("the disk tier is one for the whole model: give its directory before the rules")
+                raise InvalidValueError("the disk tier is one for the whole model: put its directory before the rules")
             if "disk" in (policy.offload, self.offload) and policy.offload not in (None, self.offload):
                 raise InvalidValueError(
                     f"the rule {pattern!r} offloads to the {policy.offload}, and what stands before the rules does "
@@ -108,10 +108,10 @@ class Policy:
     def _check_tiles(self) -> None:
         for part in self.tile:
             if part not in PARTS:
-                raise InvalidValueError(unknown(part, PARTS, "part of a model to tile"))
+                raise InvalidValueError(unknown(part, PARTS, "part to tile"))
         object.__setattr__(self, "tile", tuple(part for part in PARTS if part in self.tile))  # in one order
         if any("loss" in policy.tile for _, policy in self.overrides):
-            raise InvalidValueError("a model has one loss: give tile(loss) before the rules")
+            raise InvalidValueError("a model has one loss: put tile(loss) before the rules")
         if self.tile_tokens is not None and self.tile_shards is not None:
             raise InvalidValueError("tokens and shards both say how an MLP is cut: give one of them")
         for part, names in (("mlp", ("tile_tokens", "tile_shards")), ("loss", ("loss_tokens",))):
@@ -122,23 +122,23 @@ class Policy:
 
     @classmethod
     def parse(cls, policy: Policy | str | Mapping[str, Any]) -> Policy:
-        """A policy from any of its forms."""
+        """Read a policy from any of its forms."""
         if isinstance(policy, Policy):
             return policy
         if isinstance(policy, str):
-            return cls._of(read_text(policy))
+            return cls._from_fields(read_text(policy))
         if isinstance(policy, Mapping):
-            return cls._of(read_mapping(policy, [field.name for field in dataclasses.fields(cls)]))
+            return cls._from_fields(read_mapping(policy, [field.name for field in dataclasses.fields(cls)]))
         raise InvalidValueError(f"a policy is a string, a dict or a Policy, not {type(policy).__name__}")
 
     @classmethod
-    def _of(cls, fields: dict[str, Any]) -> Policy:
-        """From fields whose rules are in any form, too."""
+    def _from_fields(cls, fields: dict[str, Any]) -> Policy:
+        """Make a policy from fields whose rules may be in any form, too."""
         rules = fields.pop("overrides", ())
         return cls(**fields, overrides=tuple((pattern, cls.parse(rule)) for pattern, rule in rules))
 
     def for_region(self, *names: str) -> Policy:
-        """The policy for the region with this module name, without overrides; or for a part, known by two names."""
+        """Return the policy, without rules, for a region of this name; a part of a region goes by both their names."""
         chosen = dataclasses.replace(self, overrides=())
         for pattern, policy in self.overrides:
             if any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -153,7 +153,7 @@ class Policy:
         return self._text(str)
 
     def describe(self) -> str:
-        """As `str`, with sizes for people."""
+        """Return the string form with sizes for people: `8 GiB` instead of a number of bytes."""
         return self._text(format_bytes)
 
     def _text(self, size: Callable[[int], str]) -> str:

@@ -1,4 +1,4 @@
-"""Writes a choice of treatments as a policy: one word for most regions, and a few globs for the others."""
+"""Writes a choice of policies, region by region, as one policy: a default for most regions, and globs for the rest."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ import itertools
 from lowtide.policy import Policy
 
 
-def as_policy(treatments: dict[str, str], tile: str) -> Policy:
-    """A policy that gives every region its treatment, with a tiling (or `""`) in all of them."""
-    usual = collections.Counter(treatments.values()).most_common(1)[0][0]
+def as_policy(choice: dict[str, str], tile: str) -> Policy:
+    """Return a policy that gives every region its choice, with a tile option (or `""`) in all of them.
+
+    `choice` maps the names of all regions, in the order of the model, to a word such as `recompute+offload`.
+    """
+    default = collections.Counter(choice.values()).most_common(1)[0][0]
     # a model has one loss, which no rule can name
-    tile_of_a_region = "" if tile in ("", "tile(loss)") else "tile(mlp)"
-    rules = [f"{glob}: {joined(treatment, tile_of_a_region)}" for glob, treatment in _globs(treatments, usual)]
-    return Policy.parse("; ".join([joined(usual, tile), *rules]))
+    tile_of_rules = "" if tile in ("", "tile(loss)") else "tile(mlp)"
+    rules = [f"{glob}: {joined(word, tile_of_rules)}" for glob, word in _exceptions(choice, default)]
+    return Policy.parse("; ".join([joined(default, tile), *rules]))
 
 
-def joined(treatment: str, tile: str) -> str:
-    """A policy of a treatment and a tiling."""
+def joined(policy: str, tile: str) -> str:
+    """Join the policy of a region and a tile option to one policy string."""
     if not tile:
-        return treatment
-    return tile if treatment == "none" else f"{treatment}+{tile}"
+        return policy
+    return tile if policy == "none" else f"{policy}+{tile}"
 
 
-def _globs(treatments: dict[str, str], usual: str) -> list[tuple[str, str]]:
-    """Patterns for the regions that are not as usual: whole stacks, or ranges of their numbers."""
-    stacks = list(dict.fromkeys(name.rpartition(".")[0] for name in treatments))
+def _exceptions(choice: dict[str, str], default: str) -> list[tuple[str, str]]:
+    """Return globs for the regions that differ from the default: whole stacks, or ranges of their numbers."""
+    stacks = list(dict.fromkeys(name.rpartition(".")[0] for name in choice))
     found = []
-    for stack, names in itertools.groupby(treatments, key=lambda name: name.rpartition(".")[0]):
+    for stack, names in itertools.groupby(choice, key=lambda name: name.rpartition(".")[0]):
         members = list(names)
-        short = _short(stack, stacks)
-        for treatment, run in itertools.groupby(members, key=lambda name: treatments[name]):
+        prefix = _shortest_glob(stack, stacks)
+        for word, run in itertools.groupby(members, key=lambda name: choice[name]):
             numbers = [name.rpartition(".")[2] for name in run]
-            if treatment == usual:
+            if word == default:
                 continue
             if len(numbers) == len(members):
-                found.append((f"{short}.*", treatment))
+                found.append((f"{prefix}.*", word))
             elif all(number.isdigit() for number in numbers):
-                found += [(f"{short}.{glob}", treatment) for glob in range_globs(int(numbers[0]), int(numbers[-1]))]
+                found += [(f"{prefix}.{glob}", word) for glob in range_globs(int(numbers[0]), int(numbers[-1]))]
             else:
-                found += [(f"{short}.{number}", treatment) for number in numbers]
+                found += [(f"{prefix}.{number}", word) for number in numbers]
     return found
 
 
-def _short(stack: str, stacks: list[str]) -> str:
-    """The end of a stack's name that no other has: it fits whatever wraps the model."""
+def _shortest_glob(stack: str, stacks: list[str]) -> str:
+    """Return a glob on the end of a stack's name that no other stack has: it matches whatever wraps the model."""
     parts = stack.split(".")
     for count in range(1, len(parts)):
         tail = ".".join(parts[-count:])
@@ -55,7 +58,7 @@ def _short(stack: str, stacks: list[str]) -> str:
 
 
 def range_globs(first: int, last: int) -> list[str]:
-    """Globs that fit the numbers from `first` to `last` and no others: 7 to 25 is `[7-9]`, `1[0-9]`, `2[0-5]`."""
+    """Return globs that match exactly the numbers from `first` to `last`: 7 to 25 is `[7-9]`, `1[0-9]`, `2[0-5]`."""
     globs = []
     while first <= last:
         end = min(last, first // 10 * 10 + 9)

@@ -1,8 +1,7 @@
-"""The words of policies: our own, and those that people know from other libraries.
+"""Reads the string form of a policy: `recompute+offload(host=8GiB); visual.*: recompute`.
 
-Reads the string form: `recompute+offload(host=8GiB); visual.*: recompute`.
-
-Rules are separated by semicolons, words by plus signs, and a word's settings stand in brackets.
+Rules are separated by semicolons, words by plus signs, and a word's settings stand in brackets. The words are our own,
+and those that people know from other libraries.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lowtide.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     Fields = dict[str, Any]
-    """What a word or a setting says: some of a policy's fields. Rules are `overrides`, pairs of a glob and fields."""
+    """The fields of a policy that a word or a setting says. Rules are `overrides`, pairs of a glob and fields."""
 
 WORDS: dict[str, Fields] = {
     "none": {},
@@ -49,21 +48,8 @@ PLACES = ("host", "disk")
 """Where to offload to."""
 
 
-def meaning(word: str) -> Fields:
-    """What a word says."""
-    if word not in WORDS:
-        raise InvalidValueError(unknown(word, WORDS, "word of a policy"))
-    return dict(WORDS[word])
-
-
-def united(fields: Fields, more: Fields) -> Fields:
-    """What both say: parts to tile add up, and of everything else the later one counts."""
-    parts = (*fields.get("tile", ()), *more.get("tile", ()))
-    return {**fields, **more, **({"tile": parts} if parts else {})}
-
-
 _PLUS = re.compile(r"\+(?![^(]*\))")
-"""Between words, and not in brackets: a directory may have one in its name."""
+"""A plus sign between words, not in brackets: a directory may have one in its name."""
 
 _TERM = re.compile(r"(?P<word>[\w.]+)\s*(?:\((?P<settings>[^()]*)\))?")
 
@@ -75,45 +61,59 @@ _TILE_SETTINGS = {"tokens": "tile_tokens", "shards": "tile_shards", "loss_tokens
 
 
 def read_text(text: str) -> Fields:
-    """The fields of a policy."""
+    """Return the fields of a policy that a string says."""
     default, *rules = (part.strip() for part in text.split(";"))
     overrides = []
     for rule in filter(None, rules):
         pattern, colon, policy = rule.rpartition(":")
         if not colon or not pattern.strip():
-            raise InvalidValueError(f"{rule!r} in policy {text!r} is no rule: write it like 'visual.*: recompute'")
-        overrides.append((pattern.strip(), _terms(policy.strip(), text)))
-    return {**_terms(default, text), "overrides": overrides}
+            raise InvalidValueError(f"{rule!r} in policy {text!r} is not a rule: write it like 'visual.*: recompute'")
+        overrides.append((pattern.strip(), _read_words(policy.strip(), text)))
+    return {**_read_words(default, text), "overrides": overrides}
 
 
-def _terms(text: str, whole: str) -> Fields:
+def read_word(word: str) -> Fields:
+    """Return what a word means."""
+    if word not in WORDS:
+        raise InvalidValueError(unknown(word, WORDS, "policy word"))
+    return dict(WORDS[word])
+
+
+def merged(fields: Fields, more: Fields) -> Fields:
+    """Return what both say: parts to tile add up, and of everything else the later one counts."""
+    parts = (*fields.get("tile", ()), *more.get("tile", ()))
+    return {**fields, **more, **({"tile": parts} if parts else {})}
+
+
+def _read_words(text: str, whole: str) -> Fields:
     fields: Fields = {}
     for part in _PLUS.split(text):
         match = _TERM.fullmatch(part.strip())
         if match is None:
             raise InvalidValueError(f"{part.strip()!r} in policy {whole!r} is not a word or word(setting=value)")
         settings = [setting.strip() for setting in (match["settings"] or "").split(",") if setting.strip()]
-        word = meaning(match["word"])
-        word |= _tile(settings, whole) if match["word"] == "tile" else _others(match["word"], settings, whole)
-        fields = united(fields, word)
+        word = match["word"]
+        more = read_word(word)
+        more |= _tile_settings(settings, whole) if word == "tile" else _other_settings(word, settings, whole)
+        fields = merged(fields, more)
     return fields
 
 
-def _tile(settings: list[str], whole: str) -> Fields:
-    """`tile(mlp, loss, tokens=8k, shards=8, loss_tokens=512)`: parts by name, sizes by value."""
+def _tile_settings(settings: list[str], whole: str) -> Fields:
+    """Read `tile(mlp, loss, tokens=8k, shards=8, loss_tokens=512)`: parts by name, sizes by value."""
     fields: Fields = {}
     parts = [setting for setting in settings if "=" not in setting]
     if parts:
         fields["tile"] = tuple(parts)
     for name, value in (_split(setting) for setting in settings if "=" in setting):
         if name not in _TILE_SETTINGS:
-            raise InvalidValueError(f"policy {whole!r}: {unknown(name, _TILE_SETTINGS, 'setting of tile')}")
+            raise InvalidValueError(f"policy {whole!r}: {unknown(name, _TILE_SETTINGS, 'tile setting')}")
         fields[_TILE_SETTINGS[name]] = parse_tokens(value)
     return fields
 
 
-def _others(word: str, settings: list[str], whole: str) -> Fields:
-    """`recompute(every=2)`, and `offload(host=8GiB, disk=/scratch, limit=1TB, verify)`."""
+def _other_settings(word: str, settings: list[str], whole: str) -> Fields:
+    """Read `recompute(every=2)`, and `offload(host=8GiB, disk=/scratch, limit=1TB, verify)`."""
     recomputes, offloads = (bool(WORDS[word].get(field)) for field in ("recompute", "offload"))
     fields: Fields = {}
     pairs = [_split(setting) for setting in settings]
@@ -124,7 +124,8 @@ def _others(word: str, settings: list[str], whole: str) -> Fields:
             fields |= _store_setting(name, value, whole)
         else:
             known = [*(_EVERY[:1] if recomputes else ()), *(_STORE_SETTINGS if offloads else ())]
-            raise InvalidValueError(f"policy {whole!r}: {unknown(name, known, f'setting of {word}')}")
+            problem = unknown(name, known, f"{word} setting") if known else f"{word} takes no settings, got {name!r}"
+            raise InvalidValueError(f"policy {whole!r}: {problem}")
     names = [name for name, _ in pairs]
     if "disk" in names and "host" not in names:
         fields["offload"] = "disk"
@@ -134,7 +135,7 @@ def _others(word: str, settings: list[str], whole: str) -> Fields:
 
 
 def _store_setting(name: str, value: str, whole: str) -> Fields:
-    """Sizes and a directory by value, switches by name. The places alone are names, too: `offload(disk)`."""
+    """Read a size or a directory by value, a switch by name; a place alone is a name, too: `offload(disk)`."""
     if name in ("host", "disk") and not value:
         return {}
     if name == "disk":
@@ -142,7 +143,7 @@ def _store_setting(name: str, value: str, whole: str) -> Fields:
     if name in ("host", "limit"):
         return {{"host": "host_limit", "limit": "disk_limit"}[name]: parse_bytes(value)}
     if value.lower() not in ("", "true", "false"):
-        raise InvalidValueError(f"{name} in policy {whole!r} is true or false, got {value!r}")
+        raise InvalidValueError(f"{name} in policy {whole!r} must be true or false, got {value!r}")
     return {name: value.lower() != "false"}
 
 

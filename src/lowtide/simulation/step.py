@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch import pytree
-from lowtide.applying import apply
+from lowtide.applying import apply_policy
 from lowtide.errors import NoRegionError, PlanError
 from lowtide.objective import returned_loss
 from lowtide.recording import tensors_in
@@ -94,7 +94,8 @@ def record(
     with ledger:
         batch = make_batch(model, ledger.device)
     optimizer = parallel.make_optimizer()
-    applied = apply(model, policy)
+    # No probe: it compares numbers, and there are none. A real run makes it once, on a few tokens.
+    applied = apply_policy(model, policy, probe=False)
     tracker = RegionTracker(ledger, find_regions(model), parallel)
     ledger.logits_width = _logits_width(model)
     with contextlib.ExitStack() as stack:
