@@ -19,7 +19,7 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 @on_devices
 @pytest.mark.parametrize("number", range(LAYERS - 1))
-@pytest.mark.parametrize(("error", "cure"), [(errno.ENOSPC, "free space there"), (errno.EIO, "the disk fails")])
+@pytest.mark.parametrize(("error", "cure"), [(errno.ENOSPC, "free some space there"), (errno.EIO, "the disk fails")])
 def test_a_write_fails(sim, tmp_path, faulty, device, number, error, cure):
     scene = Scene(device, on_disk(tmp_path))
     faulty.fail_writes(number, error)

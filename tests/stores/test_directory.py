@@ -88,7 +88,7 @@ def test_a_link_of_somebody_else(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("missing", r"No such file or directory\. Remedy: create it"), ("file", r"Not a directory\. Remedy: give a dir")],
+    [("missing", r"No such file or directory\. Remedy: create it"), ("file", r"Not a directory\. Remedy: name a dir")],
 )
 def test_what_is_no_directory(tmp_path, path, says):
     (tmp_path / "file").touch()
@@ -101,7 +101,7 @@ def test_what_is_no_directory(tmp_path, path, says):
     [
         (13, "a directory that you may write to"),
         (24, "ulimit -n"),
-        (28, "free space there"),
+        (28, "free some space there"),
         (30, "mounted for writing"),
     ],
 )

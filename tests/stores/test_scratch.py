@@ -119,7 +119,7 @@ def test_an_error_names_place_bytes_and_remedy_though_the_directory_is_gone(tmp_
     with pytest.raises(
         StoreError,
         match=f"disk store in {place}: could not write 16 KiB at 0: No space left on device .16 KiB in use of at most "
-        "256 KiB, an unknown amount free on the disk.*Remedy: free space there",
+        "256 KiB, an unknown amount free on the disk.*Remedy: free some space there",
     ):
         taken.write(extent, buffer_of(pages(4)))
     faulty.heal()
