@@ -183,6 +183,7 @@ class RegionCall:
     def on_submitted(self) -> None:
         """Release the memory of the call before this one: this call's forward has been submitted."""
         if self._schedule.alone:
+            self.start()  # what a selective policy kept was packed during the forward, if hooks are respected
             self.release()
         if (previous := self.previous()) is not None:
             previous.release()
