@@ -178,7 +178,7 @@ def step_ratio(directory: Path, tokens: int, rounds: int) -> float:
 def raw_loop(directory: Path, count: int) -> tuple[float, float]:
     """Seconds to write and to read all blocks with so many threads, one buffer each and nothing else to do."""
     file = ScratchFile(directory, BLOCK * BLOCKS, tmpfs=True)
-    extents = file.take([BLOCK] * BLOCKS)
+    extents = file.allocate([BLOCK] * BLOCKS)
     buffers = [page_aligned(BLOCK).fill_(1) for _ in range(count)]
 
     def run(call: Callable, number: int) -> None:

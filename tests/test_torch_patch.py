@@ -16,7 +16,8 @@ from torch import nn
 
 import lowtide
 from lowtide import simdevice
-from lowtide.errors import OffloadError
+from lowtide._torch import CHECKPOINT_KEYWORDS
+from lowtide.errors import InvalidValueError, OffloadError
 from tiny_models import llama, transformers
 
 GENUINE = {"checkpoint": torch.utils.checkpoint.checkpoint}  # a name of this module would be patched, too
@@ -84,6 +85,69 @@ def test_offload_moves_bytes(sim, framework):
         _, grads = train(layers, x, lambda layer, x: framework.activation_checkpoint(layer, x, use_reentrant=True))
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     assert simdevice.stats().d2h_bytes >= 4 * x.nbytes
+
+
+class TestCurried:
+    """`checkpoint(**settings)(function)`: torch has it since 2.14, and the patch with any torch."""
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_one_graph(self, framework, use_reentrant):
+        layers, x = stack()
+        once, expected = train(layers, x, lambda layer, x: layer(x))
+        with lowtide.patch_torch() as patch:
+            checkpointed = framework.activation_checkpoint(use_reentrant=use_reentrant)
+            fired, grads = train(layers, x, lambda layer, x: checkpointed(layer)(x))
+        assert fired == once
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+        assert patch.calls == 6
+
+    def test_offload_moves_bytes(self, sim, framework):
+        layers, x = stack(sim)
+        _, expected = train(layers, x, lambda layer, x: layer(x))
+        simdevice.reset()
+        with lowtide.patch_torch(offload="host"):
+            checkpointed = framework.activation_checkpoint(use_reentrant=False)
+            _, grads = train(layers, x, lambda layer, x: checkpointed(layer)(x))
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+        assert simdevice.stats().d2h_bytes >= 4 * x.nbytes
+
+    def test_settings_are_honoured(self, framework):
+        x = torch.ones(3, requires_grad=True)
+        with lowtide.patch_torch():
+            with pytest.raises(ValueError, match="determinism_check"):
+                framework.activation_checkpoint(determinism_check="wrong")(torch.tanh)(x)
+            with pytest.raises(InvalidValueError, match="without a function .* x: pass arguments to the wrapped"):
+                framework.activation_checkpoint(x=x)(torch.tanh)(x)
+
+    def test_functions_wrapped_inside_are_torchs_own_afterwards(self, framework, monkeypatch):
+        """Before 2.14 torch has no such form: there `below` is given one."""
+        if "respect_saved_tensors_hooks" not in CHECKPOINT_KEYWORDS:
+            genuine = GENUINE["checkpoint"]
+
+            def newer(function=None, *args, **kwargs):
+                return (
+                    genuine(function, *args, **kwargs) if function else lambda f: functools.partial(newer, f, **kwargs)
+                )
+
+            newer.__module__, newer.__qualname__ = genuine.__module__, genuine.__qualname__
+            monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", newer)
+            framework.activation_checkpoint = newer
+        below, runs = framework.activation_checkpoint, []
+
+        def tanh(x):
+            runs.append(1)
+            return x.tanh()
+
+        with lowtide.patch_torch() as patch:
+            wrapped = framework.activation_checkpoint(use_reentrant=False)(tanh)
+            assert wrapped.__name__ == "tanh"
+            wrapped(torch.ones(3, requires_grad=True)).sum().backward()
+        assert framework.activation_checkpoint is below
+        x = torch.ones(3, requires_grad=True)
+        wrapped(x).sum().backward()
+        assert patch.calls == 1
+        assert len(runs) == 4, "run again in both backwards"
+        torch.testing.assert_close(x.grad, 1 - x.detach().tanh() ** 2)
 
 
 def test_transformers_with_its_own_flag():

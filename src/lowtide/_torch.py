@@ -444,8 +444,11 @@ class CachingMode(torch_checkpoint._CachingTorchDispatchMode):
             newest = len(entries) - 1
 
         def replaced(kept: Any) -> Any:
-            is_tensor = isinstance(kept, torch_checkpoint._VersionWrapper) and isinstance(kept.val, torch.Tensor)
-            return replace(kept.val) if is_tensor else kept
+            if not isinstance(kept, torch_checkpoint._VersionWrapper) or not isinstance(kept.val, torch.Tensor):
+                return kept
+            if getattr(kept, "unpack_hook", None) is not None:  # since 2.14: hooks of the user have packed it
+                return kept
+            return replace(kept.val)
 
         entries[newest] = pytree.tree_map(replaced, entries[newest])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide import simdevice
+from lowtide import _torch, simdevice
+from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.checkpointing import Schedule
 from lowtide.errors import InvalidValueError, OffloadError
 from lowtide.stores import HostStore
@@ -200,3 +202,138 @@ class TestTorchsKeywords:
 
         with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
             lowtide.checkpoint(different, torch.randn(4, 4, requires_grad=True)).sum().backward()
+
+    def test_hooks_that_are_not_respected_are_what_every_torch_knows(self):
+        x = torch.randn(4, 4, requires_grad=True)
+        lowtide.checkpoint(torch.sin, x, respect_saved_tensors_hooks=False).sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())
+
+    def test_hooks_cannot_be_respected_before_torch_2_14(self, monkeypatch):
+        module = sys.modules["lowtide.checkpointing.checkpoint"]
+        monkeypatch.setattr(module, "CHECKPOINT_KEYWORDS", CHECKPOINT_KEYWORDS - {"respect_saved_tensors_hooks"})
+        x = torch.ones(3, requires_grad=True)
+        with pytest.raises(InvalidValueError, match=r"respect_saved_tensors_hooks=True needs torch 2\.14 or newer"):
+            lowtide.checkpoint(torch.sin, x, respect_saved_tensors_hooks=True)
+        with pytest.raises(InvalidValueError, match=r"respect_saved_tensors_hooks=True needs torch 2\.14 or newer"):
+            lowtide.checkpoint(respect_saved_tensors_hooks=True)
+
+    def test_a_keyword_that_a_newer_torch_takes_is_refused_and_not_handed_to_the_function(self, monkeypatch):
+        x, seen = torch.ones(3, requires_grad=True), []
+
+        def function(x, **keywords):
+            seen.append(keywords)
+            return x.sin()
+
+        lowtide.checkpoint(function, x, coming=1)
+        assert seen == [{"coming": 1}], "a keyword that torch does not know is the function's"
+        module = sys.modules["lowtide.checkpointing.checkpoint"]
+        monkeypatch.setattr(module, "CHECKPOINT_KEYWORDS", CHECKPOINT_KEYWORDS | {"coming"})
+        for refused in (
+            lambda: lowtide.checkpoint(function, x, coming=1),
+            lambda: lowtide.checkpoint(coming=1),
+        ):
+            with pytest.raises(InvalidValueError, match=r"coming: this is a setting of torch .*Leave it out"):
+                refused()
+        assert len(seen) == 1
+
+    def test_all_that_this_torch_takes_is_known(self):
+        """Whatever `torch.utils.checkpoint.checkpoint` takes for itself, `lowtide.checkpoint` takes by name, too."""
+        names = lowtide.checkpoint.__code__.co_varnames
+        assert CHECKPOINT_KEYWORDS <= {*names}
+
+    @pytest.mark.parametrize("offload", [False, True])
+    def test_a_torch_whose_generator_takes_tuples(self, sim, monkeypatch, offload):
+        """The signature of torch's main branch: `fn, args, kwargs, *, ...`."""
+        genuine, calls = _torch._generator, []
+
+        def generator(fn, args, kwargs, *, respect_saved_tensors_hooks=None, **options):
+            calls.append(options)
+            settings = [options.pop(name) for name in SETTINGS]
+            assert not options, "nothing else is handed over"
+            hooks = {"respect_saved_tensors_hooks": respect_saved_tensors_hooks}
+            known = {name: value for name, value in hooks.items() if name in CHECKPOINT_KEYWORDS}
+            return genuine(fn, *settings, *args, **known, **kwargs)
+
+        def run():
+            return functools.partial(lowtide.checkpoint, offload=Schedule(HostStore()) if offload else None)
+
+        expected = step(sim, keyword, run())
+        monkeypatch.setattr(_torch, "_generator", generator)
+        monkeypatch.setattr(_torch, "_TAKES_TUPLES", True)
+        assert_same(step(sim, keyword, run()), expected)
+        assert len(calls) == LAYERS
+
+
+SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+class TestCurried:
+    """`checkpoint(**settings)(function)`, as torch has it since 2.14."""
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_gradients(self, form):
+        def curried(function, *args, **kwargs):
+            return lowtide.checkpoint(use_reentrant=False)(function)(*args, **kwargs)
+
+        assert_same(step("cpu", form, curried), step("cpu", form, plain))
+
+    def test_a_method_and_a_decorator(self):
+        class Decorated(Block):
+            forward = lowtide.checkpoint(preserve_rng_state=True)(Block.forward)
+
+        @lowtide.checkpoint(use_reentrant=True)
+        def squared(x):
+            """Multiply by itself."""
+            return x * x
+
+        torch.manual_seed(0)
+        theirs = Block().eval()
+        ours = Decorated().eval()
+        ours.load_state_dict(theirs.state_dict())
+        x = torch.randn(TOKENS, WIDTH)
+        for block in (ours, theirs):
+            squared(block(x)).sum().backward()
+        assert_same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+        assert (squared.__name__, squared.__doc__) == ("squared", "Multiply by itself.")
+
+    def test_offload(self, sim):
+        checkpointed = lowtide.checkpoint(offload=HostStore())
+
+        def run(function, *args, **kwargs):
+            return checkpointed(function)(*args, **kwargs)
+
+        expected = step(sim, keyword, plain)
+        simdevice.reset()
+        assert_same(step(sim, keyword, run), expected)
+        assert simdevice.stats().d2h_bytes >= (LAYERS - 1) * BOUNDARY
+        assert simdevice.stats().pinned_bytes == 0
+
+    def test_settings_are_honoured(self):
+        def exponential(x):
+            result = x.exp()  # saves its result: an early stop comes here
+            ends.append(1)
+            return result
+
+        for early_stop, expected in ((True, 1), (False, 2)):
+            ends: list[int] = []
+            lowtide.checkpoint(early_stop=early_stop)(exponential)(torch.ones(3, requires_grad=True)).sum().backward()
+            assert len(ends) == expected
+        with pytest.raises(ValueError, match="determinism_check"):
+            lowtide.checkpoint(determinism_check="wrong")(torch.tanh)(torch.ones(3, requires_grad=True))
+        with pytest.raises(InvalidValueError, match="offload must be"):
+            lowtide.checkpoint(offload="hosst")
+
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "named"),
+        [((None, 1), {}, "1 positional argument:"), ((), {"x": 1, "y": 2}, "x, y:"), ((None, 1), {"x": 1}, "x:")],
+    )
+    def test_arguments_without_a_function_are_refused(self, args, kwargs, named):
+        with pytest.raises(InvalidValueError, match=f"without a function .* {named} pass arguments to the wrapped"):
+            lowtide.checkpoint(*args, **kwargs)
+
+    def test_without_gradients_it_is_the_function(self):
+        layer = Counted()
+        with torch.no_grad():
+            result = lowtide.checkpoint(use_reentrant=False)(layer)(torch.ones(4, WIDTH))
+        assert not result.requires_grad
+        assert layer.calls == 1

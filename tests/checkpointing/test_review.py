@@ -159,9 +159,9 @@ def test_a_prefetch_that_does_not_fit_is_fetched_later(sim, monkeypatch):
             raise torch.OutOfMemoryError("early")
         return fetch(self)
 
-    fetch = host.HostStored._fetch
+    fetch = host.HostStored._start_fetch
     monkeypatch.setattr(host.HostStored, "_was_refused", False, raising=False)
-    monkeypatch.setattr(host.HostStored, "_fetch", no_room)
+    monkeypatch.setattr(host.HostStored, "_start_fetch", no_room)
     schedule, x = lowtide.Schedule(lowtide.HostStore()), leaf()
     y = x * 1
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -10,12 +11,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import lowtide
 from lowtide import simdevice
+from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.checkpointing import Schedule
 from lowtide.errors import OffloadError
 from lowtide.stores import HostStore
 
 SIZE = 64
 PRODUCT = SIZE * SIZE * 4
+
+needs_offload_policies = pytest.mark.skipif(
+    not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="torch 2.10 has no MUST_CPU_OFFLOAD"
+)
+needs_hooks_setting = pytest.mark.skipif(
+    "respect_saved_tensors_hooks" not in CHECKPOINT_KEYWORDS,
+    reason="before torch 2.14, what a selective policy keeps is not seen by saved-tensor hooks",
+)
 
 
 def contexts(answer):
@@ -49,18 +59,20 @@ def test_policies_do_what_they_do_in_torch(sim, answer):
     assert our_stats.flops == their_stats.flops
 
 
+@needs_offload_policies
 def test_torch_recomputes_silently_where_offload_was_asked_for(sim):
     """The fault that this guards against: if torch mends it, our own way can go."""
     _, stats = run(checkpoint, sim, use_reentrant=False, context_fn=contexts(CheckpointPolicy.MUST_CPU_OFFLOAD))
     assert stats.d2h_bytes == 0
 
 
-@pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
+@needs_offload_policies
+@pytest.mark.parametrize("answer", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"])
 @pytest.mark.parametrize("shared_store", [False, True])
 def test_offload_is_honoured(sim, answer, shared_store):
     kept, kept_stats = run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy.MUST_SAVE))
     offload = Schedule(HostStore()) if shared_store else None
-    ours, stats = run(lowtide.checkpoint, sim, context_fn=contexts(answer), offload=offload)
+    ours, stats = run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy[answer]), offload=offload)
     assert torch.equal(ours, kept)
     assert stats.flops == kept_stats.flops, "no product was computed again"
     inputs = 5 if shared_store else 0  # with a store given, x and the four weights are offloaded as well
@@ -69,6 +81,85 @@ def test_offload_is_honoured(sim, answer, shared_store):
     assert simdevice.stats().pinned_bytes == 0
 
 
+@needs_offload_policies
 def test_offload_of_cpu_tensors_is_refused(sim):
     with pytest.raises(OffloadError, match="disk tier"):
         run(lowtide.checkpoint, "cpu", context_fn=contexts(CheckpointPolicy.MUST_CPU_OFFLOAD))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_store_makes_torch_warn_of_nothing(sim, offload):
+    """Torch 2.14 warns of hooks around a selective checkpoint, and those of a store are ours."""
+    policy = contexts(CheckpointPolicy.MUST_SAVE)
+    kept, _ = run(checkpoint, sim, use_reentrant=False, context_fn=policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, _ = run(lowtide.checkpoint, sim, context_fn=policy, offload=HostStore() if offload else None)
+    assert torch.equal(ours, kept)
+
+
+class Scaled:
+    """Hooks that keep three times a tensor, and count what they are given."""
+
+    def __init__(self):
+        self.packed = self.unpacked = 0
+
+    def pack(self, tensor):
+        self.packed += 1
+        return tensor * 3
+
+    def unpack(self, tensor):
+        self.unpacked += 1
+        return tensor / 3
+
+    def __enter__(self):
+        self.context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self.context.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self.context.__exit__(*exception)
+
+
+class TestHooksAroundTheCall:
+    """`respect_saved_tensors_hooks`: the four products of `run` are kept, and hooks around the call may see them."""
+
+    def test_false_leaves_them_out(self, sim):
+        kept, _ = run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy.MUST_SAVE))
+        with Scaled() as hooks:
+            ours, _ = run(
+                lowtide.checkpoint,
+                sim,
+                context_fn=contexts(CheckpointPolicy.MUST_SAVE),
+                respect_saved_tensors_hooks=False,
+            )
+        torch.testing.assert_close(ours, kept)
+        assert hooks.packed == 6, "x, the four weights, and the square outside: none of the four products"
+
+    @needs_hooks_setting
+    def test_none_keeps_torchs_warning(self, sim):
+        with Scaled(), pytest.warns(FutureWarning, match="respect_saved_tensors_hooks"):
+            run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy.MUST_SAVE))
+
+    @needs_hooks_setting
+    @pytest.mark.parametrize("answer", ["MUST_SAVE", "MUST_CPU_OFFLOAD"])
+    def test_true_hands_them_over(self, sim, answer):
+        """Also those that a policy wants on the host: where they go is up to the hooks then."""
+        policy = contexts(CheckpointPolicy[answer])
+        kept, _ = run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy.MUST_SAVE))
+        with Scaled() as without:
+            run(lowtide.checkpoint, sim, context_fn=policy, respect_saved_tensors_hooks=False)
+        with Scaled() as hooks:
+            ours, _ = run(lowtide.checkpoint, sim, context_fn=policy, respect_saved_tensors_hooks=True)
+        torch.testing.assert_close(ours, kept)
+        assert hooks.packed == without.packed + 4
+        assert hooks.unpacked == without.unpacked + 4
+
+    @needs_hooks_setting
+    def test_true_with_a_store_offloads_what_the_policy_keeps(self, sim):
+        policy = contexts(CheckpointPolicy.MUST_SAVE)
+        kept, _ = run(lowtide.checkpoint, sim, context_fn=policy)
+        ours, stats = run(lowtide.checkpoint, sim, context_fn=policy, respect_saved_tensors_hooks=True, offload="host")
+        assert torch.equal(ours, kept)
+        assert stats.d2h_bytes == stats.h2d_bytes == (5 + 4) * PRODUCT, "x, the weights and the products"
+        assert simdevice.stats().pinned_bytes == 0

@@ -19,7 +19,7 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 @on_devices
 @pytest.mark.parametrize("number", range(LAYERS - 1))
-@pytest.mark.parametrize(("error", "cure"), [(errno.ENOSPC, "free space there"), (errno.EIO, "the disk fails")])
+@pytest.mark.parametrize(("error", "cure"), [(errno.ENOSPC, "free some space there"), (errno.EIO, "the disk fails")])
 def test_a_write_fails(sim, tmp_path, faulty, device, number, error, cure):
     scene = Scene(device, on_disk(tmp_path))
     faulty.fail_writes(number, error)
@@ -68,7 +68,7 @@ def test_a_slow_disk_is_waited_for(sim, tmp_path, faulty, device):
 def test_the_file_is_cut_short_underneath(sim, tmp_path, device):
     scene = Scene(device, on_disk(tmp_path))
     loss = forward(scene.model)
-    os.ftruncate(scene.store.home.file._handle, BOUNDARY // 2)
+    os.ftruncate(scene.store.resources.file._handle, BOUNDARY // 2)
     with pytest.raises(StoreError, match=r"could not read 16 KiB at .*cut short"):
         loss.backward()
     del loss
@@ -91,7 +91,7 @@ def test_the_directory_is_removed(sim, tmp_path, device):
 
 def test_a_limit_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
     model = build("cpu")
-    with pytest.raises(StoreError, match=rf"limit of 900 TiB was asked for, and .* are free in {tmp_path}"):
+    with pytest.raises(StoreError, match=rf"limit of 900 TiB is more than the .* that are free in {tmp_path}"):
         lowtide.apply(model, on_disk(tmp_path, limit="900TiB"))
     assert "forward" not in model[0].__dict__
 
@@ -135,9 +135,9 @@ def test_a_byte_changed_underneath(sim, tmp_path, device, verify):
     scene = Scene(device, on_disk(tmp_path, verify=verify))
     loss = forward(scene.model)
     page = memory.page_aligned(4096)
-    os.preadv(scene.store.home.file._handle, [buffer_of(page)], 0)
+    os.preadv(scene.store.resources.file._handle, [buffer_of(page)], 0)
     page[8] += 1
-    os.pwritev(scene.store.home.file._handle, [buffer_of(page)], 0)
+    os.pwritev(scene.store.resources.file._handle, [buffer_of(page)], 0)
     if verify:
         with pytest.raises(StoreError, match="checksum differs"):
             loss.backward()

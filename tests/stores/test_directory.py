@@ -18,7 +18,7 @@ from lowtide.stores.files import ScratchFile
 
 def test_the_file_is_private_and_has_no_name(tmp_path):
     disk = DiskStore(tmp_path, tmpfs=True)
-    status = os.fstat(disk.home.file._handle)
+    status = os.fstat(disk.resources.file._handle)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
@@ -38,7 +38,7 @@ def test_nor_where_files_need_a_name_to_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", old_file_system)
     disk = DiskStore(tmp_path, tmpfs=True)
     assert [path.is_relative_to(tmp_path) for path in made] == [True]
-    status = os.fstat(disk.home.file._handle)
+    status = os.fstat(disk.resources.file._handle)
     assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
     assert list(tmp_path.iterdir()) == []
 
@@ -88,7 +88,7 @@ def test_a_link_of_somebody_else(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("missing", r"No such file or directory\. Remedy: create it"), ("file", r"Not a directory\. Remedy: give a dir")],
+    [("missing", r"No such file or directory\. Remedy: create it"), ("file", r"Not a directory\. Remedy: name a dir")],
 )
 def test_what_is_no_directory(tmp_path, path, says):
     (tmp_path / "file").touch()
@@ -101,7 +101,7 @@ def test_what_is_no_directory(tmp_path, path, says):
     [
         (13, "a directory that you may write to"),
         (24, "ulimit -n"),
-        (28, "free space there"),
+        (28, "free some space there"),
         (30, "mounted for writing"),
     ],
 )

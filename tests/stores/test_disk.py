@@ -93,7 +93,7 @@ def test_the_file_is_used_again_and_empty_when_all_is_dropped(tmp_path):
         del held
         assert disk.bytes_used == 0
     assert disk.peak_bytes == 3 * 40_960
-    assert os.fstat(disk.home.file._handle).st_size == 3 * 40_960
+    assert os.fstat(disk.resources.file._handle).st_size == 3 * 40_960
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -149,7 +149,7 @@ def test_ranks_share_what_is_free(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert store(tmp_path).usage().disk.limit == 2 * 1024**3
     assert store(tmp_path, limit="1GiB").usage().disk.limit == 1024**3
-    with pytest.raises(StoreError, match=r"3 GiB for each of 4 processes on this node .* 8 GiB are free in"):
+    with pytest.raises(StoreError, match=r"3 GiB for each of 4 processes on this node .* 8 GiB that are free in"):
         store(tmp_path, limit="3GiB")
 
 
@@ -158,7 +158,7 @@ def test_ranks_share_what_is_free(tmp_path, monkeypatch):
 def test_a_flipped_byte_is_an_error_and_no_gradient(sim, tmp_path, device, place):
     disk = store(tmp_path, verify=True)
     stored = away(disk.put(random(device)))
-    handle = os.dup(disk.home.file._handle)
+    handle = os.dup(disk.resources.file._handle)
     path = f"/proc/self/fd/{handle}"
     with Path(path).open("r+b") as file:  # buffered: the page cache keeps both views of it the same
         file.seek(place)
@@ -210,7 +210,7 @@ def test_a_file_system_without_direct_io_is_said(tmp_path, monkeypatch):
 
 def test_settings_are_checked(tmp_path):
     for bad in ({"threads": 0}, {"block": 100}, {"block": "5KiB"}):
-        with pytest.raises(InvalidValueError, match="1 thread or more, and blocks in multiples of 4096"):
+        with pytest.raises(InvalidValueError, match="at least 1 thread, and a block size that is a multiple of 4096"):
             store(tmp_path, **bad)
     with pytest.raises(InvalidValueError, match="not be negative"):
         store(tmp_path, limit=-1)

@@ -44,8 +44,8 @@ def test_extents_never_overlap_and_interrupted_cuts_lose_nothing(one_directory, 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ranges, "Extent", interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    taken.take([request, request])
-        elif (extents := taken.take([request])) is not None:
+                    taken.allocate([request, request])
+        elif (extents := taken.allocate([request])) is not None:
             held.append(extents)
             del extents
         spans = sorted((extent.start, extent.end) for extents in held for extent in extents)
@@ -53,7 +53,7 @@ def test_extents_never_overlap_and_interrupted_cuts_lose_nothing(one_directory, 
         assert taken.used == sum(end - start for start, end in spans) <= LIMIT
     held.clear()
     assert taken.used == 0
-    everything = taken.take([LIMIT])
+    everything = taken.allocate([LIMIT])
     assert everything is not None, "no byte was lost"
 
 
@@ -63,11 +63,11 @@ def interrupted(*_):
 
 def test_ranges_merge_with_both_neighbours():
     free = FreeRanges((0, 10))
-    assert [free.cut(2) for _ in range(6)] == [0, 2, 4, 6, 8, None]
+    assert [free.allocate(2) for _ in range(6)] == [0, 2, 4, 6, 8, None]
     for start in (4, 0, 8, 2):
-        free.give_back(start, start + 2)
+        free.free(start, start + 2)
     assert free.ranges == [(0, 6), (8, 10)]
-    free.give_back(6, 8)
+    free.free(6, 8)
     assert free.ranges == [(0, 10)]
 
 
@@ -80,7 +80,7 @@ def pages(count, fill=None):
 @pytest.mark.parametrize("at_most", [PAGE, PAGE + 100, 3 * PAGE - 1])
 def test_short_writes_and_reads_go_on_where_they_stopped(tmp_path, faulty, at_most):
     taken = file(tmp_path)
-    (extent,) = taken.take([8 * PAGE])
+    (extent,) = taken.allocate([8 * PAGE])
     source, target = pages(8), pages(8, fill=0)
     faulty.at_most = at_most
     faulty.calls.clear()
@@ -94,7 +94,7 @@ def test_short_writes_and_reads_go_on_where_they_stopped(tmp_path, faulty, at_mo
 def test_a_disk_that_moves_nothing_is_an_error_and_no_endless_loop(tmp_path, faulty, at_most):
     taken = file(tmp_path)
     taken.direct = True
-    (extent,) = taken.take([2 * PAGE])
+    (extent,) = taken.allocate([2 * PAGE])
     faulty.at_most = at_most
     with pytest.raises(StoreError, match="could not write 8 KiB at 0: only 0 B could be moved"):
         taken.write(extent, buffer_of(pages(2)))
@@ -102,7 +102,7 @@ def test_a_disk_that_moves_nothing_is_an_error_and_no_endless_loop(tmp_path, fau
 
 def test_a_file_cut_short_is_an_error(tmp_path):
     taken = file(tmp_path)
-    (extent,) = taken.take([4 * PAGE])
+    (extent,) = taken.allocate([4 * PAGE])
     taken.write(extent, buffer_of(pages(4)))
     os.ftruncate(taken._handle, 2 * PAGE)
     with pytest.raises(StoreError, match=r"could not read 16 KiB at 0: only 8 KiB could be moved.*cut short"):
@@ -113,13 +113,13 @@ def test_an_error_names_place_bytes_and_remedy_though_the_directory_is_gone(tmp_
     place = tmp_path / "gone"
     place.mkdir()
     taken = file(place)
-    (extent,) = taken.take([4 * PAGE])
+    (extent,) = taken.allocate([4 * PAGE])
     place.rmdir()
     faulty.fail_writes(0, errno.ENOSPC)
     with pytest.raises(
         StoreError,
         match=f"disk store in {place}: could not write 16 KiB at 0: No space left on device .16 KiB in use of at most "
-        "256 KiB, an unknown amount free on the disk.*Remedy: free space there",
+        "256 KiB, an unknown amount free on the disk.*Remedy: free some space there",
     ):
         taken.write(extent, buffer_of(pages(4)))
     faulty.heal()

@@ -21,7 +21,7 @@ def pool(limit: int | None = None) -> SlabPool:
 
 def test_small_pieces_share_a_slab():
     slabs = pool()
-    taken = [slabs.take(100, CPU) for _ in range(8)]
+    taken = [slabs.allocate(100, CPU) for _ in range(8)]
     assert slabs.reserved == SLAB
     assert slabs.used == 8 * ALIGNMENT
     assert all(len(pieces) == 1 for pieces in taken)
@@ -29,7 +29,7 @@ def test_small_pieces_share_a_slab():
 
 def test_a_large_request_is_spread_over_slabs_without_rounding_it_up():
     slabs = pool()
-    pieces = slabs.take(5 * SLAB + 1, CPU)
+    pieces = slabs.allocate(5 * SLAB + 1, CPU)
     assert slabs.used == 5 * SLAB + ALIGNMENT
     assert slabs.reserved == 6 * SLAB
     assert sum(piece.end - piece.start for piece in pieces) >= 5 * SLAB + 1
@@ -37,7 +37,7 @@ def test_a_large_request_is_spread_over_slabs_without_rounding_it_up():
 
 def test_slabs_grow_with_what_is_held():
     slabs = SlabPool(slab_bytes=(SLAB, 8 * SLAB), allocate=lambda size: torch.empty(size, dtype=torch.uint8))
-    held = [slabs.take(SLAB, CPU) for _ in range(20)]
+    held = [slabs.allocate(SLAB, CPU) for _ in range(20)]
     assert len(held) == 20
     assert slabs.used == 20 * SLAB
     assert slabs.reserved <= 2 * slabs.used
@@ -45,7 +45,7 @@ def test_slabs_grow_with_what_is_held():
 
 def test_returned_pieces_are_used_again_and_empty_slabs_go():
     slabs = pool()
-    first, second = slabs.take(SLAB, CPU), slabs.take(ALIGNMENT, CPU)
+    first, second = slabs.allocate(SLAB, CPU), slabs.allocate(ALIGNMENT, CPU)
     first.clear()
     assert slabs.reserved == SLAB
     second.clear()
@@ -55,11 +55,11 @@ def test_returned_pieces_are_used_again_and_empty_slabs_go():
 
 def test_the_limit_counts_whole_slabs_and_a_refusal_changes_nothing():
     slabs = pool(limit=2 * SLAB)
-    assert slabs.take(3 * SLAB, CPU) is None
+    assert slabs.allocate(3 * SLAB, CPU) is None
     assert (slabs.used, slabs.reserved) == (0, 0)
-    held = slabs.take(2 * SLAB, CPU)
+    held = slabs.allocate(2 * SLAB, CPU)
     assert held is not None
-    assert slabs.take(1, CPU) is None
+    assert slabs.allocate(1, CPU) is None
 
 
 @pytest.mark.parametrize("size", [SLAB - ALIGNMENT, 3 * SLAB // 2, 5 * SLAB - 1])
@@ -67,7 +67,7 @@ def test_at_the_limit_a_request_takes_few_pieces_and_all_that_is_free(size):
     """Once, what was left in slabs was taken page by page: a copy for each."""
     slabs = SlabPool(20 * SLAB, (SLAB, 8 * SLAB), allocate=lambda length: torch.empty(length, dtype=torch.uint8))
     held = []
-    while (pieces := slabs.take(size, CPU)) is not None:
+    while (pieces := slabs.allocate(size, CPU)) is not None:
         held.append(pieces)
     assert max(len(pieces) for pieces in held) <= 6
     assert slabs.reserved == 20 * SLAB
@@ -76,7 +76,7 @@ def test_at_the_limit_a_request_takes_few_pieces_and_all_that_is_free(size):
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_limit_below_a_page_takes_nothing(limit):
-    assert pool(limit).take(1, CPU) is None
+    assert pool(limit).allocate(1, CPU) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -86,7 +86,7 @@ def test_pieces_never_overlap(requests):
     slabs, out = pool(), []
     for request in requests:
         if request > 0:
-            out.append(slabs.take(request, CPU))
+            out.append(slabs.allocate(request, CPU))
         elif len(out) >= -request:
             out.pop(request)
         spans = sorted((id(p.slab), p.start, p.end) for pieces in out for p in pieces)
@@ -105,14 +105,14 @@ def test_a_failed_allocation_gives_back_what_was_taken():
 
     slabs = SlabPool(slab_bytes=(SLAB, SLAB), allocate=allocate)
     with pytest.raises(RuntimeError, match="no pinned memory"):
-        slabs.take(3 * SLAB, CPU)
+        slabs.allocate(3 * SLAB, CPU)
     assert (slabs.used, slabs.reserved) == (0, 0)
 
 
 def test_a_slab_serves_one_device():
     slabs = pool()
-    (first,) = slabs.take(100, torch.device("sim", 0))
-    (second,) = slabs.take(100, torch.device("sim", 1))
-    (third,) = slabs.take(100, torch.device("sim", 0))
+    (first,) = slabs.allocate(100, torch.device("sim", 0))
+    (second,) = slabs.allocate(100, torch.device("sim", 1))
+    (third,) = slabs.allocate(100, torch.device("sim", 0))
     assert first.slab is third.slab
     assert second.slab is not first.slab

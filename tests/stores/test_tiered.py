@@ -36,7 +36,7 @@ def fill(store, count):
 
 
 def places(held):
-    return ["disk" if stored.has_moved_on else "host" for stored in held]
+    return ["disk" if stored.is_spilled else "host" for stored in held]
 
 
 def test_what_is_needed_first_stays_nearest(sim, tmp_path):
@@ -66,7 +66,7 @@ def test_a_tensor_larger_than_the_host_goes_straight_to_disk(sim, tmp_path):
 
 def test_both_tiers_full_is_said(sim, tmp_path):
     store = tiers(tmp_path, limit=2 * NBYTES + 1)
-    store.disk.home.file.limit = 2 * NBYTES
+    store.disk.resources.file.limit = 2 * NBYTES
     held = [store.put(tensor(number)) for number in range(6)]
     fits = []
     for stored in held:
@@ -141,7 +141,7 @@ def test_under_a_policy(sim, tmp_path):
 
 
 def test_it_is_refused_where_it_would_do_nothing(tmp_path):
-    with pytest.raises(InvalidValueError, match=r"never hands anything on.*offload\(host=8GiB, disk=/scratch\)"):
+    with pytest.raises(InvalidValueError, match=r"never spills anything.*offload\(host=8GiB, disk=/scratch\)"):
         TieredStore(HostStore(), DiskStore(tmp_path, tmpfs=True))
     layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(2)))
     with (

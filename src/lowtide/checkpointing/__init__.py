@@ -1,4 +1,4 @@
-"""Checkpoint with offload: the function, and the machinery that `apply` shares with it."""
+"""Checkpointing with offload: the public functions, and the engine that `apply` shares with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`lowtide.checkpoint`: torch's non-reentrant checkpoint, with every tensor input visible to a store."""
+"""`lowtide.checkpoint`: torch's non-reentrant checkpoint, with every tensor input visible to a store.
+
+Torch's checkpoint saves only top-level positional tensors where hooks can see them. So a call's arguments are taken
+apart into tensors and a tree (`tensor_tree`): torch gets a function of plain tensors (`_Replay`), a store's hooks see
+each of them, and the recompute puts the restored tensors back into the tree.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +77,9 @@ def checkpoint(
     """Run `function(*args, **kwargs)` now and again in backward, instead of keeping what it computes.
 
     A drop-in for `torch.utils.checkpoint.checkpoint`, whose keywords keep their meaning. Two things differ. The graph
-    is always one graph: `use_reentrant=True` is answered with the non-reentrant engine, which saves the same memory
-    and fires every parameter's hooks once. And with `offload="host"` (or a store) the inputs leave the device until
-    backward, whether they come positionally, as keywords, nested in containers or dataclasses, or bound in a
+    is always one graph: `use_reentrant=True` runs the non-reentrant engine as well, which saves the same memory and
+    fires every parameter's hooks once. And with `offload="host"` (or a store) the inputs leave the device until
+    backward, whether they are positional, keywords, nested in containers or dataclasses, or bound in a
     `functools.partial`.
 
     Without a function it returns a wrapper, as torch 2.14 does: `checkpoint(use_reentrant=False)(function)(*args)`.
@@ -84,7 +89,8 @@ def checkpoint(
     `respect_saved_tensors_hooks=True` says so (torch 2.14 and newer).
 
     One store serves many calls: pass the same one (or its `Schedule`) to all regions of a model, and a region's copies
-    hide behind the next one's compute. The word `"host"` knows of no other call, and copies within its own.
+    hide behind the next region's compute. With the word `"host"` each call stands alone, and copies during its own
+    forward.
     """
     _check_keywords(kwargs, respect_saved_tensors_hooks)
     schedule = as_schedule(offload)
@@ -98,8 +104,8 @@ def checkpoint(
     if function is None:
         if args or kwargs:
             raise InvalidValueError(
-                f"checkpoint without a function returns a wrapper, and takes settings only: {', '.join(kwargs)} would "
-                "be lost. Pass arguments to the wrapped function"
+                "checkpoint without a function returns a wrapper and accepts settings only, but got "
+                f"{_listed(args, kwargs)}: pass arguments to the wrapped function"
             )
         return functools.partial(_wrap, schedule, context_fn, options)
     return _checkpoint(function, args, kwargs, schedule, context_fn, options)
@@ -108,17 +114,22 @@ def checkpoint(
 checkpoint.__module__ = "lowtide"
 
 
+def _listed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    positional = [f"{len(args)} positional argument{'s' if len(args) > 1 else ''}"] if args else []
+    return ", ".join([*positional, *kwargs])
+
+
 def _check_keywords(kwargs: dict[str, Any], respect_saved_tensors_hooks: bool | None) -> None:
-    """Refuse by name what torch's checkpoint would take for itself and this engine does not know."""
+    """Refuse by name a keyword that torch's checkpoint would take for itself and this engine does not know."""
     if unknown := sorted(CHECKPOINT_KEYWORDS & kwargs.keys()):
         raise InvalidValueError(
-            f"{', '.join(unknown)}: torch {torch.__version__} takes this for its own checkpoint, and this version of "
-            "Lowtide does not know what it means. Leave it out, or use a newer Lowtide"
+            f"{', '.join(unknown)}: this is a setting of torch {torch.__version__}'s checkpoint that this version of "
+            "Lowtide does not know. Leave it out, or use a newer Lowtide"
         )
     if respect_saved_tensors_hooks and "respect_saved_tensors_hooks" not in CHECKPOINT_KEYWORDS:
         raise InvalidValueError(
-            f"respect_saved_tensors_hooks=True needs torch 2.14 or newer, and {torch.__version__} is installed: what a "
-            "selective policy keeps is not seen by saved-tensor hooks there"
+            f"respect_saved_tensors_hooks=True needs torch 2.14 or newer, and {torch.__version__} is installed, where "
+            "saved-tensor hooks cannot see what a selective policy keeps. Leave it out, or upgrade torch"
         )
 
 
@@ -128,7 +139,7 @@ def _wrap(
     options: dict[str, Any],
     function: Callable[..., T],
 ) -> Callable[..., T]:
-    """Return `function`, checkpointed with these settings whenever it is called."""
+    """Return a function that checkpoints `function` with these settings whenever it is called."""
 
     @functools.wraps(function, updated=())
     def checkpointed(*args: Any, **kwargs: Any) -> T:
@@ -173,11 +184,11 @@ def run_region(
     module: torch.nn.Module | None = None,
     **options: Any,
 ) -> T:
-    """One checkpointed call, with its counts. Its inputs go to the schedule's store; None leaves them on the device.
+    """Run one checkpointed call and count it in `ledger`. Its inputs go to the schedule's store, if there is one.
 
-    `module` is the one whose forward it is, where the function does not tell.
-
-    In a compiled function it is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
+    `skip` names tensors that stay on the device. `module` is the one whose forward `function` is, where the function
+    does not tell. In a compiled function this is a graph break: what is inside runs eagerly, unless it is compiled
+    itself.
     """
     function, args, kwargs = _unbind(function, args, kwargs)
     function = run_once_for_buffers(function, module)
@@ -190,7 +201,7 @@ def run_region(
     if schedule is None or is_nested:
         return non_reentrant_checkpoint(replay, *tensors, **options)  # type: ignore[no-any-return]
     if options.get("respect_saved_tensors_hooks") is None:
-        options["respect_saved_tensors_hooks"] = False  # the hooks around the call are ours: torch need not ask
+        options["respect_saved_tensors_hooks"] = False  # the hooks around the call are ours: torch need not warn
     call = schedule.begin(ledger, skip)
     replay.on_entry = call.on_packed
     try:
@@ -212,7 +223,7 @@ def _unbind(
 
 
 class _Replay:
-    """The function that torch's checkpoint runs: first on the arguments as they came, later on restored tensors.
+    """The function that torch's checkpoint runs: first on the arguments as they were passed, later on restored tensors.
 
     After the first run it holds the tree of the arguments, but none of their tensors.
     """

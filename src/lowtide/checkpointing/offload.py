@@ -1,4 +1,8 @@
-"""`lowtide.offload`: what autograd saves inside it waits in a store, without recompute."""
+"""`lowtide.offload`: what autograd saves inside it waits in a store, without recompute.
+
+Where there are no regions, tensors are offloaded one by one (`PerTensorOffloader`): each is a call in the schedule, and
+a bounded number of copies is in flight. Policies with offload alone and selective checkpointing use it, too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lowtide._torch import is_inside_checkpoint
-from lowtide.checkpointing.schedule import IN_FLIGHT, Packed, RegionCall, Schedule, as_schedule
+from lowtide.checkpointing.schedule import as_schedule
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
 
@@ -17,10 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
     from types import TracebackType
-    from typing import Any, Self
+    from typing import Self
 
-    from lowtide.checkpointing.schedule import Packed, Schedule
+    from lowtide.checkpointing.schedule import Packed, RegionCall, Schedule
     from lowtide.stores import Store
+
+IN_FLIGHT = 4
+"""Tensors whose copies may be in flight at once: more overlap, against the memory that they hold meanwhile."""
 
 
 class offload:  # noqa: N801  (a context manager, used like a function)
@@ -39,7 +46,7 @@ class offload:  # noqa: N801  (a context manager, used like a function)
     def __init__(self, store: Literal["host"] | Store | Schedule = "host") -> None:
         schedule = as_schedule(store)
         if schedule is None:
-            raise InvalidValueError('offload needs a store: "host", or a store object')
+            raise InvalidValueError('offload needs a store: pass "host", or a store object')
         self.ledger = RegionLedger("offload")
         self._offloader = PerTensorOffloader(schedule)
         self._hooks: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -59,7 +66,7 @@ class offload:  # noqa: N801  (a context manager, used like a function)
 
 
 def offload_hooks(offloader: PerTensorOffloader, ledger: RegionLedger) -> AbstractContextManager[Any]:
-    """Hooks that put saved tensors on an offloader. Inside a checkpoint there is nothing to hook: nothing is kept."""
+    """Return hooks that hand saved tensors to an offloader; no hooks inside a checkpoint, where nothing is kept."""
     if is_inside_checkpoint():
         ledger.nested += 1
         return contextlib.nullcontext()
@@ -71,7 +78,7 @@ def _unpack(packed: Packed) -> torch.Tensor:
 
 
 class PerTensorOffloader:
-    """Offloads tensors one by one, where there are no regions to go by; a bounded number of copies is in flight."""
+    """Offloads tensors one by one, with a bounded number of copies in flight."""
 
     def __init__(self, schedule: Schedule, skip: Callable[[torch.Tensor], bool] | None = None) -> None:
         self._schedule = schedule
@@ -81,7 +88,7 @@ class PerTensorOffloader:
         self._moves_something = False
 
     def pack(self, tensor: torch.Tensor, ledger: RegionLedger) -> Packed:
-        """Take a tensor; the one before it starts to move."""
+        """Take a tensor, and start to move the one before it."""
         call = self._schedule.begin(ledger, self._skip, ahead=IN_FLIGHT)
         packed = call.pack(tensor)
         call.on_packed()
@@ -93,13 +100,13 @@ class PerTensorOffloader:
         return packed
 
     def check(self) -> None:
-        """Ask the store what it says if all that came since the last time is in host memory already."""
+        """Raise the store's error if every tensor since the last check was in host memory already."""
         on_host, self._on_host = self._on_host, None
         moved, self._moves_something = self._moves_something, False
         if on_host is not None and not moved:
             self._schedule.store.require_useful(on_host)
 
     def flush(self) -> None:
-        """Nothing more comes: give back all memory whose copy was started."""
+        """Release all memory whose copy was started: no more tensors will come."""
         while self._in_flight:
             self._in_flight.popleft().on_submitted()

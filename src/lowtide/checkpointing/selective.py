@@ -1,8 +1,8 @@
-"""Selective checkpointing with offload: a policy that asks for CPU offload gets it.
+"""Makes selective checkpointing honour a policy that asks for CPU offload.
 
-Torch's policies may say `MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD` of an operator's output. Its eager mode silently
-recomputes those. The outputs that a policy keeps live in a dictionary that no saved-tensor hook sees, so they are
-offloaded where they are put into it.
+Torch's policies may answer `MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD` for an operator's output, and its eager mode
+silently recomputes those. The outputs that a policy keeps live in a dictionary that no saved-tensor hook sees, so they
+are offloaded where they are put into that dictionary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def with_offload(
     context_fn: Callable[[], Contexts], schedule: Callable[[], Schedule], ledger: RegionLedger
 ) -> Callable[[], Contexts]:
-    """`context_fn`, with torch's cache of kept outputs replaced by one that can offload; others pass through."""
+    """Wrap `context_fn` so that torch's cache of kept outputs can offload; other contexts pass through unchanged."""
 
     def contexts() -> Contexts:
         forward, recompute = context_fn()
@@ -42,7 +42,7 @@ def with_offload(
 
 
 class _OffloadingCache(CachingMode):
-    """Torch's cache, except that outputs for which the policy says offload are handed to a store."""
+    """Torch's cache of kept outputs, except that those for which the policy says offload are handed to a store."""
 
     def __init__(self, cache: Any, schedule: Callable[[], Schedule], ledger: RegionLedger) -> None:
         super().__init__(cache, self._decide)
@@ -50,17 +50,17 @@ class _OffloadingCache(CachingMode):
         self._schedule = schedule
         self._ledger = ledger
         self._offloader: PerTensorOffloader | None = None
-        self._asked = False
+        self._wants_offload = False
 
     def _decide(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         policy = self._policy(context, operator, *args, **kwargs)
-        self._asked = policy in OFFLOAD_POLICIES
-        return CheckpointPolicy.MUST_SAVE if self._asked else policy
+        self._wants_offload = policy in OFFLOAD_POLICIES
+        return CheckpointPolicy.MUST_SAVE if self._wants_offload else policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._asked = False
+        self._wants_offload = False
         output = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if self._asked:
+        if self._wants_offload:
             self.replace_newest(func, args, self._offload)
         return output
 
@@ -79,7 +79,7 @@ class _OffloadingCache(CachingMode):
 
 
 class _Offloaded:
-    """Stands in torch's cache for a kept output; it has the one method that torch calls."""
+    """An offloaded output in torch's cache, with the one method that torch calls on its entries."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed

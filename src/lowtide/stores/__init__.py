@@ -1,4 +1,4 @@
-"""Where saved bytes live: on the device, in pinned host memory, in files, or in both."""
+"""The places where saved tensors wait for backward: pinned host memory, files, or both."""
 
 from __future__ import annotations
 

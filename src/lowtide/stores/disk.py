@@ -1,12 +1,12 @@
 """The disk tier: saved tensors wait in a private file.
 
-The tensor's own memory is given back only when its bytes are written, so a write that fails loses nothing: the step
-ends with an error in forward, and no gradient is made of bytes that are not there. What comes back is complete, and
+A tensor's memory is given back only when its bytes are written, so a write that fails loses nothing: the step ends with
+an error in forward, and no gradient is computed from bytes that are not there. What is read back is complete, and
 compared with its checksum if `verify` says so, before anybody sees it.
 
-It works with the model on an accelerator (through pinned buffers), and with the model on the CPU, where it frees what
-the process holds. Threads move the bytes; compute waits for them only if the disk is slower than one region's forward,
-or one region's backward.
+It works with the model on an accelerator (through pinned buffers), and with the model on the CPU, where it frees memory
+of the process. Threads move the bytes; compute waits for them only if the disk is slower than one region's forward, or
+one region's backward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 2 * 1024**2
 THREADS = 4
-"""8 MiB of host memory in all; while some threads copy, others are in a system call."""
+"""With these defaults the buffers take 8 MiB of host memory. While some threads copy, others are in a system call."""
 
 
-class _Home(NamedTuple):
-    """What belongs to one process: a forked child must neither write to its parent's file nor wait for its threads."""
+class _Resources(NamedTuple):
+    """The file and the threads of one process: a forked child must not use its parent's."""
 
     process: int
     file: ScratchFile
@@ -46,9 +46,9 @@ class _Home(NamedTuple):
 
 
 class DiskStore(Store):
-    """Files in `directory`, up to `limit` bytes for this process (a number, or a string such as `"200GiB"`).
+    """A private file in `directory`, up to `limit` bytes for this process (a number, or a string such as `"200GiB"`).
 
-    Without a limit it is this process's share of what is free now: the processes of a node that torchrun started
+    Without a limit the process may use its share of what is free now: the processes that torchrun started on this node
     (`LOCAL_WORLD_SIZE`) share it equally. `verify` compares all that is read with a checksum. `tmpfs` allows a
     directory in memory. `threads` move blocks of `block` bytes, and hold one such buffer each.
     """
@@ -74,47 +74,47 @@ class DiskStore(Store):
         self._tmpfs, self._threads = tmpfs, threads
         if threads < 1 or self.block < PAGE or self.block % PAGE:
             raise InvalidValueError(
-                f"a disk store needs 1 thread or more, and blocks in multiples of {PAGE} bytes, got {threads} threads "
-                f"and blocks of {self.block}"
+                f"a disk store needs at least 1 thread, and a block size that is a multiple of {PAGE} bytes, got "
+                f"threads={threads} and block={self.block}"
             )
         self._lock = threading.Lock()
         self._seconds = 0.0
         self._wanted = None if limit is None else parse_bytes(limit)
-        self._home = self._settle_down()
+        self._resources = self._new_resources()
 
-    def _settle_down(self) -> _Home:
+    def _new_resources(self) -> _Resources:
         file = ScratchFile(self.directory, 0, tmpfs=self._tmpfs)
         file.limit = fair_share(self.directory, self._wanted)
-        return _Home(os.getpid(), file, Workers(self._threads))
+        return _Resources(os.getpid(), file, Workers(self._threads))
 
     @property
-    def home(self) -> _Home:
-        """This process's file and threads: a child that was forked gets its own."""
-        if self._home.process != os.getpid():
-            self._lock = threading.Lock()  # the other may have been held when the process was forked
-            self._home = self._settle_down()
-        return self._home
+    def resources(self) -> _Resources:
+        """Return this process's file and threads; a forked child gets new ones."""
+        if self._resources.process != os.getpid():
+            self._lock = threading.Lock()  # the parent's may have been held when the process was forked
+            self._resources = self._new_resources()
+        return self._resources
 
     def require_useful(self, tensor: torch.Tensor) -> None:
-        """Any tensor can be put on a disk."""
+        """Accept any tensor: writing it to a disk frees its memory wherever it is."""
 
     def put(self, raw: torch.Tensor) -> Stored:
         return DiskStored(self, raw.nbytes, raw.dtype, raw.device, raw)
 
     @property
     def bytes_used(self) -> int:
-        return self.home.file.used
+        return self.resources.file.used
 
     @property
     def peak_bytes(self) -> int:
-        return self.home.file.peak
+        return self.resources.file.peak
 
     @property
     def seconds_waited(self) -> float:
         return self._seconds
 
     def usage(self) -> Usage:
-        _, file, workers = self.home
+        _, file, workers = self.resources
         disk = DiskUsage(
             directory=str(self.directory),
             bytes=file.used,
@@ -135,7 +135,7 @@ class DiskStore(Store):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts how long this takes."""
+        """Count how long the code inside takes."""
         start = time.perf_counter()
         try:
             yield
@@ -145,7 +145,7 @@ class DiskStore(Store):
 
 
 def fair_share(directory: Path, limit: int | None) -> int:
-    """The most bytes for this process; all processes of this node together must find room now."""
+    """Return the most bytes that this process may use; there must be room now for all processes of this node."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = free_bytes(directory)
     if limit is None:
@@ -153,14 +153,14 @@ def fair_share(directory: Path, limit: int | None) -> int:
     if limit * ranks > free:
         each = f" for each of {ranks} processes on this node" if ranks > 1 else ""
         raise StoreError(
-            f"disk store: a limit of {format_bytes(limit)}{each} was asked for, and {format_bytes(free)} are free in "
-            f"{directory}. Remedy: a lower limit, free space, or another directory"
+            f"disk store: the limit of {format_bytes(limit)}{each} is more than the {format_bytes(free)} that are free "
+            f"in {directory}. Remedy: lower the limit, free some space, or name another directory"
         )
     return limit
 
 
-class _Arriving(NamedTuple):
-    """Bytes on their way back."""
+class _Fetch(NamedTuple):
+    """Bytes that are being read back."""
 
     raw: torch.Tensor
     transfer: Transfer
@@ -168,26 +168,26 @@ class _Arriving(NamedTuple):
 
 
 class DiskStored(Stored):
-    """Held in memory, being written, in the file, or on its way back."""
+    """One tensor of a disk store: in memory, being written, in the file, or being read back."""
 
-    _is_made = False  # an interrupt may come while it is made
+    _is_constructed = False  # an interrupt may come while it is constructed
 
     def __init__(
         self, store: DiskStore, nbytes: int, dtype: torch.dtype, device: torch.device, raw: torch.Tensor | None
     ) -> None:
-        self._store, self._home = store, store.home
+        self._store, self._resources = store, store.resources
         self._raw = raw
-        """The tensor, until it is written. None from the start: a nearer tier holds the bytes meanwhile."""
+        """The tensor, until it is written. None from the start if the host tier holds the bytes meanwhile."""
         self._dtype, self._device = dtype, device
         self._owner = _current_stream(device)
         self._blocks: list[Block] = []
         self._writing: Transfer | None = None
-        self._arriving: _Arriving | None = None
+        self._fetch: _Fetch | None = None
         self._restored: WeakTensor | None = None
         self._fetched = 0
         self._was_fetched = False
         self.nbytes = nbytes
-        self._is_made = True
+        self._is_constructed = True
 
     @property
     def is_away(self) -> bool:
@@ -196,27 +196,28 @@ class DiskStored(Stored):
     def start(self) -> bool:
         if self._writing is not None or self._raw is None:
             return True
-        if self._is_anothers:
+        if self._is_forked:
             return False
         ready = None if self._owner is None else self._owner.record_event()
         return self.write([self._raw], ready)
 
     def write(self, sources: list[torch.Tensor], ready: torch.Event | None) -> bool:
-        """Begin to write the bytes of these flat tensors, as soon as `ready` has come. False: there is no room."""
+        """Begin to write these flat tensors once `ready` has occurred. Return False if there is no room."""
         parts = [part for source in sources for part in in_blocks(source, self._store.block)]
-        extents = self._home.file.take([part.nbytes for part in parts])
+        extents = self._resources.file.allocate([part.nbytes for part in parts])
         if extents is None:
             return False
         self._blocks = [
-            Block(self._home.file, extent, part.nbytes) for extent, part in zip(extents, parts, strict=True)
+            Block(self._resources.file, extent, part.nbytes) for extent, part in zip(extents, parts, strict=True)
         ]
-        staging, verify = self._home.workers.staging, self._store.verify
-        self._writing = self._home.workers.run(
+        staging, verify = self._resources.workers.staging, self._store.verify
+        self._writing = self._resources.workers.run(
             [Save(staging, *pair, ready, verify=verify) for pair in zip(self._blocks, parts, strict=True)]
         )
         return True
 
     def wait_until_written(self) -> None:
+        """Wait until the bytes are in the file, if a write has begun. Raise the error of a write that failed."""
         if self._writing is not None:
             try:
                 with self._store.waiting():
@@ -226,7 +227,7 @@ class DiskStored(Stored):
                 raise
 
     def release(self) -> None:
-        if self._writing is None or self._raw is None or self._is_anothers:
+        if self._writing is None or self._raw is None or self._is_forked:
             return
         self.wait_until_written()
         if self._owner is not None:
@@ -234,22 +235,22 @@ class DiskStored(Stored):
         self._raw = None
 
     def prefetch(self) -> None:
-        if self._raw is None and self._arriving is None and not self._was_fetched and not self._is_anothers:
-            with contextlib.suppress(torch.OutOfMemoryError):  # it was only early: `get` fetches it, or raises
-                self._arriving = self._fetch()
+        if self._raw is None and self._fetch is None and not self._was_fetched and not self._is_forked:
+            with contextlib.suppress(torch.OutOfMemoryError):  # this was only early: `get` fetches it, or raises
+                self._fetch = self._start_fetch()
 
     def get(self) -> torch.Tensor:
         if self._raw is not None:
             return self._raw
-        if self._is_anothers:
+        if self._is_forked:
             raise StoreError(
                 f"disk store in {self._store.directory}: {format_bytes(self.nbytes)} were saved by process "
-                f"{self._home.process}, and this is process {os.getpid()}, which was forked from it: its threads are "
-                "not here. Remedy: run forward and backward in the same process"
+                f"{self._resources.process}, and this process, {os.getpid()}, was forked from it and does not have its "
+                "threads. Remedy: run forward and backward in the same process"
             )
         restored = None if self._restored is None else self._restored.get()
         if restored is None:
-            return self._arrived()
+            return self._finish_fetch()
         current = _current_stream(self._device)
         if current is not None:
             restored.record_stream(current)
@@ -259,56 +260,56 @@ class DiskStored(Stored):
         fetched, self._fetched = self._fetched, 0
         return fetched
 
-    def _arrived(self) -> torch.Tensor:
-        arriving = self._arriving or self._fetch()
+    def _finish_fetch(self) -> torch.Tensor:
+        fetch = self._fetch or self._start_fetch()
         try:
             with self._store.waiting():
-                arriving.transfer.wait()
+                fetch.transfer.wait()
         finally:
-            self._arriving = None  # a failure is told once, and another `get` tries again
+            self._fetch = None  # a failure is raised once, and the next `get` tries again
         current = _current_stream(self._device)
-        if current is not None and current != arriving.owner:  # allocated while another stream was current
-            arriving.raw.record_stream(current)
-        self._restored = WeakTensor(arriving.raw)
-        return arriving.raw
+        if current is not None and current != fetch.owner:  # it was allocated while another stream was current
+            fetch.raw.record_stream(current)
+        self._restored = WeakTensor(fetch.raw)
+        return fetch.raw
 
-    def _fetch(self) -> _Arriving:
+    def _start_fetch(self) -> _Fetch:
         sizes = [block.size for block in self._blocks]
         if self._device.type == "cpu":
             memory = page_aligned(round_up(self.nbytes))
-            raw, parts = memory[: self.nbytes].view(self._dtype), _in_pages(memory, sizes)
+            raw, parts = memory[: self.nbytes].view(self._dtype), _split_in_pages(memory, sizes)
             owner = ready = None
         else:
             raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
             parts = list(torch.split(raw.view(torch.uint8), sizes))
             owner = torch.accelerator.current_stream(self._device)
-            ready = owner.record_event()  # the memory may be that of a kernel which still runs
+            ready = owner.record_event()  # a kernel that still runs may use the memory that was just allocated
         self._was_fetched = True
         self._fetched += self.nbytes
-        staging = self._home.workers.staging
+        staging = self._resources.workers.staging
         tasks = [Load(staging, block, part, ready) for block, part in zip(self._blocks, parts, strict=True)]
         del parts
-        return _Arriving(raw, self._home.workers.run(tasks), owner)
+        return _Fetch(raw, self._resources.workers.run(tasks), owner)
 
     @property
-    def _is_anothers(self) -> bool:
-        """Whether this process was forked from the one that put it here, whose threads move it."""
-        return self._home.process != os.getpid()
+    def _is_forked(self) -> bool:
+        """Return whether this process was forked from the one that stored the tensor, whose threads move it."""
+        return self._resources.process != os.getpid()
 
     def __del__(self) -> None:
-        """The graph died. Tasks that have begun hold what they need, and come to their end."""
-        if not self._is_made or self._is_anothers:
+        """Cancel what has not begun when the graph dies. Tasks that have begun hold what they need, and finish."""
+        if not self._is_constructed or self._is_forked:
             return
         if self._writing is not None:
             self._writing.cancel()
-        if self._arriving is not None:
-            self._arriving.transfer.cancel()
+        if self._fetch is not None:
+            self._fetch.transfer.cancel()
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def _in_pages(memory: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Each block's part in whole pages: only the last one is not a multiple of them already."""
+def _split_in_pages(memory: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Split memory into each block's whole pages: all blocks but the last are whole pages already."""
     return list(torch.split(memory, [round_up(size) for size in sizes]))

@@ -1,20 +1,15 @@
-"""The directory of a disk store: activations are user data, so it is looked at before anything is written to it.
+"""The file behind a disk store: the directory that it is made in, the file itself, and the threads that move bytes.
 
-It is opened once and looked at through that handle, so that what was looked at is what is used.
+Activations are user data. So the directory is checked before anything is written to it; it is opened once and checked
+through that handle, so that the directory that was checked is the one that is used. The file has no name from the start
+(O_TMPFILE), or loses it at once: nothing outlives the process, however it ends. It is opened for direct I/O where the
+file system allows it. Its space is divided into extents, reused, and given back when the store dies.
 
-A private file without a name, cut into extents.
-
-The file has no name from the start (O_TMPFILE), or loses it at once: nothing outlives the process, however it ends. It
-is opened for direct I/O where the file system allows it. Its space is used again and again, and given back when the
-store dies.
-
-Blocks on their way between a tensor and a file, moved by a few threads.
-
-A tensor moves in blocks, each a task of its own. A thread has one staging buffer, page-aligned and used again and
-again (fresh memory is several times slower to touch), pinned if the tensors are on an accelerator. So the host memory
-in use is threads x block size, however much is queued, and while one thread copies, another one is in a system call.
-
-A task is done with the tensor's memory before it says that it is done: whoever waited for it may count on that.
+A tensor moves in blocks, each a task for one of a few threads. A thread has one staging buffer, page-aligned and used
+for all its blocks (fresh memory is several times slower to touch), pinned if the tensors are on an accelerator. So the
+host memory in use is threads x block size, however much is queued, and while one thread copies, another one is in a
+system call. A task has let go of the tensor's memory before it reports that it is done: whoever waited for it may count
+on that.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide.errors import StoreError
-from lowtide.stores.host import CopyStreamsByDevice
+from lowtide.stores.host import CopyStreamCache
 from lowtide.stores.host_memory import PAGE, HostMemory, RangeAllocator, buffer_of, page_aligned, round_up
 from lowtide.units import format_bytes
 
@@ -44,32 +39,38 @@ if TYPE_CHECKING:
     from lowtide.stores.host_memory import Extent
 
 IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems whose files are in memory: nothing would be freed."""
+"""File systems that keep their files in memory: storing a tensor there would free nothing."""
 
 _ROOT = 0
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_FLAGS = os.O_RDWR | os.O_CLOEXEC
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 _REMEDIES = {
-    errno.ENOSPC: "free space there, give another directory, or a lower limit (limit=...)",
-    errno.EDQUOT: "your quota is used up: give another directory, or a lower limit (limit=...)",
+    errno.ENOSPC: "free some space there, name another directory, or lower the limit (limit=...)",
+    errno.EDQUOT: "your quota is used up: name another directory, or lower the limit (limit=...)",
     errno.EMFILE: "the process has too many open files: close some, or raise the limit (ulimit -n)",
     errno.ENFILE: "the machine has too many open files: close some, or raise fs.file-max",
-    errno.ENOENT: "create it, with mode 0700, or give another one",
-    errno.ENOTDIR: "give a directory",
-    errno.EACCES: "give a directory that you may write to",
-    errno.EPERM: "give a directory that you may write to",
-    errno.EROFS: "give a directory on a disk that is mounted for writing",
-    errno.EIO: "the disk fails: give a directory on another one",
+    errno.ENOENT: "create it, with mode 0700, or name another one",
+    errno.ENOTDIR: "name a directory",
+    errno.EACCES: "name a directory that you may write to",
+    errno.EPERM: "name a directory that you may write to",
+    errno.EROFS: "name a directory on a disk that is mounted for writing",
+    errno.EIO: "the disk fails: name a directory on another one",
 }
 
 
 def remedy(error: OSError) -> str:
-    """What to do about a failed call."""
-    return _REMEDIES.get(error.errno or 0, "check the disk, or give another directory")
+    """Return what a user can do about a failed system call."""
+    return _REMEDIES.get(error.errno or 0, "check the disk, or name another directory")
+
+
+# --- The directory --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def opened(directory: Path, *, tmpfs: bool) -> Iterator[int]:
-    """A handle of a directory that is fit to hold activations, or a `StoreError` that says why it is not."""
+    """Open a directory that may hold activations, or raise a `StoreError` that says why it may not."""
     refuse_foreign_links(directory)
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -85,7 +86,7 @@ def opened(directory: Path, *, tmpfs: bool) -> Iterator[int]:
 
 
 def refuse_foreign_links(directory: Path) -> None:
-    """A symbolic link of another user can be pointed elsewhere at any time."""
+    """Refuse a path through another user's symbolic link, which can be pointed elsewhere at any time."""
     trusted = (_ROOT, os.geteuid())
     absolute = directory.absolute()
     for path in (absolute, *absolute.parents):
@@ -97,25 +98,26 @@ def refuse_foreign_links(directory: Path) -> None:
 
 
 def refuse_unfit(directory: Path, status: os.stat_result, *, tmpfs: bool) -> None:
+    """Refuse a directory in which anybody may replace files, and one in memory unless `tmpfs` allows it."""
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise StoreError(
             f"disk store: everybody may write to {directory} and it has no sticky bit, so anybody could replace what "
-            "is in it. Remedy: chmod o-w, or make a directory of your own with mode 0700"
+            "is in it. Remedy: chmod o-w, or create a directory with mode 0700"
         )
     kind = file_system(status.st_dev)
     if kind in IN_MEMORY and not tmpfs:
         raise StoreError(
-            f"disk store: {directory} is on {kind}, whose files are in memory: nothing would be freed. Remedy: give a "
-            "directory on a disk, or tmpfs=True if you mean it"
+            f"disk store: {directory} is on {kind}, which keeps its files in memory, so nothing would be freed. "
+            "Remedy: name a directory on a disk, or pass tmpfs=True if you mean it"
         )
 
 
 def file_system(device: int) -> str:
-    """The kind of the file system with this device number, or `"unknown"`."""
+    """Return the kind of the file system with this device number, or `"unknown"`."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return "unknown"
     for line in lines:
         fields, _, kind = line.partition(" - ")
@@ -125,109 +127,105 @@ def file_system(device: int) -> str:
 
 
 def free_bytes(directory: Path) -> int:
-    """What this user may still write there."""
+    """Return how many bytes this user may still write to a directory."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
-
-_FLAGS = os.O_RDWR | os.O_CLOEXEC
-
-_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+# --- The file -------------------------------------------------------------------------------------------------------
 
 
 class ScratchFile:
-    """A file in `directory` that holds up to `limit` bytes."""
+    """A nameless private file in `directory` that holds up to `limit` bytes."""
 
     def __init__(self, directory: Path, limit: int, *, tmpfs: bool = False) -> None:
         self.directory = directory
         self.limit = limit
         self._lock = threading.Lock()
-        self._ground = RangeAllocator()
+        self._ranges = RangeAllocator()
         self.peak = self.written = self.read_back = 0
         self._handle, self.direct = _open(directory, tmpfs=tmpfs)
         self._close = weakref.finalize(self, os.close, self._handle)
 
     @property
     def used(self) -> int:
-        """Bytes in extents that are held."""
+        """Return the bytes in extents that are in use."""
         with self._lock:
-            return self._ground.used
+            return self._ranges.used
 
-    def take(self, sizes: list[int]) -> list[Extent] | None:
-        """Extents of these sizes, in whole pages; nothing if the limit does not allow all of them."""
+    def allocate(self, sizes: list[int]) -> list[Extent] | None:
+        """Return extents of these sizes, rounded up to pages, or None if the limit does not allow all of them."""
         extents = []
         with self._lock:
             for size in map(round_up, sizes):
-                extent = self._ground.cut(size)
-                if extent is None and self._ground.grow(size, self.limit):
-                    extent = self._ground.cut(size)
+                extent = self._ranges.allocate(size)
+                if extent is None and self._ranges.grow(size, self.limit):
+                    extent = self._ranges.allocate(size)
                 if extent is None:
-                    return None  # what was cut is free again as the list dies
+                    return None  # what was allocated is free again as the list dies
                 extents.append(extent)
-            self.peak = max(self.peak, self._ground.used)
+            self.peak = max(self.peak, self._ranges.used)
         return extents
 
     def write(self, extent: Extent, memory: memoryview) -> None:
-        """Fill an extent with whole pages that begin at a page."""
+        """Write memory to an extent; it must be page-aligned, and whole pages."""
         self._move(os.pwritev, extent, memory, "write")
         self.written += len(memory)
 
     def read(self, extent: Extent, memory: memoryview) -> None:
-        """Fill whole pages that begin at a page from an extent."""
+        """Read an extent into memory; it must be page-aligned, and whole pages."""
         self._move(os.preadv, extent, memory, "read")
         self.read_back += len(memory)
 
     def _move(self, call: Callable[..., int], extent: Extent, memory: memoryview, verb: str) -> None:
-        """All of it, or an error. A call may move less than it was asked for; direct I/O goes on at a whole page."""
+        """Move all bytes, or raise. A call may move fewer than asked; direct I/O then continues at a whole page."""
         done = 0
         while done < len(memory):
             try:
                 count = call(self._handle, [memory[done:]], extent.start + done)
             except OSError as error:
-                raise self._fault(verb, extent, error.strerror, remedy(error)) from error
+                raise self._error(verb, extent, error.strerror, remedy(error)) from error
             if self.direct and done + count < len(memory):
                 count -= count % PAGE
             if count <= 0:
-                got = f"only {format_bytes(done)} could be moved"
-                raise self._fault(verb, extent, got, "the file was cut short or the disk is full: check the disk")
+                moved = f"only {format_bytes(done)} could be moved"
+                raise self._error(verb, extent, moved, "the file was cut short or the disk is full: check the disk")
             done += count
         if not self.direct and hasattr(os, "posix_fadvise"):  # starts to write dirty pages, forgets clean ones
             os.posix_fadvise(self._handle, extent.start, done, os.POSIX_FADV_DONTNEED)
 
-    def _fault(self, verb: str, extent: Extent, what: str | None, cure: str) -> StoreError:
+    def _error(self, verb: str, extent: Extent, reason: str | None, cure: str) -> StoreError:
         try:
             free = format_bytes(free_bytes(self.directory))
         except OSError:  # the directory may be gone, which does not matter to the file
             free = "an unknown amount"
         return StoreError(
             f"disk store in {self.directory}: could not {verb} {format_bytes(extent.end - extent.start)} at "
-            f"{extent.start}: {what} ({format_bytes(self.used)} in use of at most {format_bytes(self.limit)}, {free} "
+            f"{extent.start}: {reason} ({format_bytes(self.used)} in use of at most {format_bytes(self.limit)}, {free} "
             f"free on the disk). Remedy: {cure}"
         )
 
 
 def _open(directory: Path, *, tmpfs: bool) -> tuple[int, bool]:
-    """A handle of a new private file, and whether its I/O is direct."""
+    """Open a new private file, and return its handle and whether its I/O is direct."""
     with opened(directory, tmpfs=tmpfs) as where:
         try:
-            if _DIRECT and (handle := _tried(where, directory)) is not None:
+            if _DIRECT and (handle := _open_direct(where, directory)) is not None:
                 return handle, True
-            return _nameless(where, directory, 0), False
+            return _open_nameless(where, directory, 0), False
         except OSError as error:
             raise StoreError(
                 f"disk store: no file can be made in {directory}: {error.strerror}. Remedy: {remedy(error)}"
             ) from error
 
 
-def _tried(where: int, directory: Path) -> int | None:
-    """A handle for direct I/O that has moved a page there and back, or nothing: some file systems refuse late."""
+def _open_direct(where: int, directory: Path) -> int | None:
+    """Open a file for direct I/O and move a page there and back. Return None if that fails: some refuse late."""
     memory = page_aligned(PAGE)
     page = buffer_of(memory)
     handle = None
     try:
-        handle = _nameless(where, directory, _DIRECT)
+        handle = _open_nameless(where, directory, _DIRECT)
         moved = os.pwritev(handle, [page], 0) == PAGE == os.preadv(handle, [page], 0)
         os.ftruncate(handle, 0)
     except OSError as error:
@@ -242,18 +240,18 @@ def _tried(where: int, directory: Path) -> int | None:
     return handle
 
 
-def _nameless(where: int, directory: Path, flags: int) -> int:
+def _open_nameless(where: int, directory: Path, flags: int) -> int:
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(".", _FLAGS | flags | os.O_TMPFILE, 0o600, dir_fd=where)
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
-    return _unlinked(directory, flags)
+    return _open_and_unlink(directory, flags)
 
 
-def _unlinked(directory: Path, flags: int) -> int:
-    """For file systems without nameless files: made in a directory of mode 0700, and unlinked while it is empty."""
+def _open_and_unlink(directory: Path, flags: int) -> int:
+    """Open a file in a new directory of mode 0700 and unlink it while it is empty, where O_TMPFILE is not supported."""
     private = Path(tempfile.mkdtemp(prefix=".lowtide-", dir=directory))
     path = private / "saved"
     try:
@@ -263,73 +261,7 @@ def _unlinked(directory: Path, flags: int) -> int:
         private.rmdir()
 
 
-class Transfer:
-    """Tasks that belong together."""
-
-    def __init__(self, futures: list[concurrent.futures.Future[None]]) -> None:
-        self._futures = futures
-
-    def wait(self) -> None:
-        """Until all are done; the first error is raised, and what has not begun then never will."""
-        try:
-            for future in self._futures:
-                future.result()
-        except Exception:
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        """What has not begun is not done; what has begun comes to its end by itself."""
-        for future in self._futures:
-            future.cancel()
-
-
-class Workers:
-    """The threads of a disk store. They end when it dies, and at the end of the program after what is queued."""
-
-    def __init__(self, threads: int) -> None:
-        self._executor = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="lowtide-disk")
-        self.staging = Staging()
-
-    def run(self, tasks: Sequence[Task]) -> Transfer:
-        return Transfer([self._executor.submit(task.run) for task in tasks])
-
-
-class Staging:
-    """One buffer per thread; it lives as long as the thread."""
-
-    def __init__(self) -> None:
-        self.copy_streams = CopyStreamsByDevice()
-        self._memory = HostMemory()
-        self._of_thread = threading.local()
-        self._buffers: weakref.WeakSet[_Buffer] = weakref.WeakSet()
-        self.peak = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(buffer.memory.nbytes for buffer in list(self._buffers))
-
-    @property
-    def pageable_bytes(self) -> int:
-        """Of memory that should have been pinned."""
-        return self._memory.pageable_bytes
-
-    def buffer(self, size: int, *, pinned: bool) -> torch.Tensor:
-        """This thread's buffer, at least so large and in whole pages; valid until the thread asks again."""
-        held: _Buffer | None = getattr(self._of_thread, "held", None)
-        if held is None or held.memory.nbytes < size or held.pinned < pinned:
-            self._of_thread.held = held = None
-            length = 1 << (round_up(size) - 1).bit_length()
-            held = _Buffer(self._memory(length) if pinned else page_aligned(length), pinned)
-            self._buffers.add(held)
-            self._of_thread.held = held
-            self.peak = max(self.peak, self.bytes)
-        return held.memory[: round_up(size)]
-
-
-class _Buffer:
-    def __init__(self, memory: torch.Tensor, pinned: bool) -> None:
-        self.memory, self.pinned = memory, pinned
+# --- Transfers ------------------------------------------------------------------------------------------------------
 
 
 class Block:
@@ -355,13 +287,82 @@ class Block:
         if self.checksum is not None and zlib.crc32(view[: self.size]) != self.checksum:
             raise StoreError(
                 f"disk store in {self.file.directory}: {format_bytes(self.size)} at {self.extent.start} are not what "
-                "was written there: their checksum differs. No gradient was made of them. Remedy: the disk or its "
-                "connection corrupts data: give a directory on another one"
+                "was written there: their checksum differs. No gradient was computed from them. Remedy: the disk or "
+                "its connection corrupts data: name a directory on another one"
             )
 
 
+class Workers:
+    """The threads of a disk store. They end when it dies; at the end of the program, they finish what is queued."""
+
+    def __init__(self, threads: int) -> None:
+        self._executor = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="lowtide-disk")
+        self.staging = Staging()
+
+    def run(self, tasks: Sequence[Task]) -> Transfer:
+        return Transfer([self._executor.submit(task.run) for task in tasks])
+
+
+class Transfer:
+    """The tasks that together move one tensor."""
+
+    def __init__(self, futures: list[concurrent.futures.Future[None]]) -> None:
+        self._futures = futures
+
+    def wait(self) -> None:
+        """Wait until all are done. Raise the first error, and cancel what has not begun by then."""
+        try:
+            for future in self._futures:
+                future.result()
+        except Exception:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the tasks that have not begun; the others finish by themselves."""
+        for future in self._futures:
+            future.cancel()
+
+
+class Staging:
+    """One buffer per thread, which lives as long as the thread."""
+
+    def __init__(self) -> None:
+        self.copy_streams = CopyStreamCache()
+        self._memory = HostMemory()
+        self._thread = threading.local()
+        self._buffers: weakref.WeakSet[_Buffer] = weakref.WeakSet()
+        self.peak = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in list(self._buffers))
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Return the bytes that should have been pinned and could not be."""
+        return self._memory.pageable_bytes
+
+    def buffer(self, size: int, *, pinned: bool) -> torch.Tensor:
+        """Return at least `size` bytes of this thread's buffer, in whole pages; valid until the thread asks again."""
+        held: _Buffer | None = getattr(self._thread, "buffer", None)
+        if held is None or held.memory.nbytes < size or held.pinned < pinned:
+            self._thread.buffer = held = None
+            length = 1 << (round_up(size) - 1).bit_length()
+            held = _Buffer(self._memory(length) if pinned else page_aligned(length), pinned)
+            self._buffers.add(held)
+            self._thread.buffer = held
+            self.peak = max(self.peak, self.bytes)
+        return held.memory[: round_up(size)]
+
+
+class _Buffer:
+    def __init__(self, memory: torch.Tensor, pinned: bool) -> None:
+        self.memory, self.pinned = memory, pinned
+
+
 class Task:
-    """One block and the tensor's bytes for it."""
+    """Moves one block; `part` is the tensor's memory for it, which may be used as soon as `ready` has occurred."""
 
     def __init__(
         self, staging: Staging, block: Block, part: torch.Tensor, ready: torch.Event | None, *, verify: bool = False
@@ -375,39 +376,39 @@ class Task:
             with torch.no_grad():
                 self.move()
         finally:
-            self._part = None  # before the waiter is told
+            self._part = None  # before the waiter is notified
 
     def move(self) -> None:
         raise NotImplementedError
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, lane: torch.Stream | None) -> None:
-        """`target` holds the bytes when this returns, also if a device makes the copy."""
-        if lane is None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None) -> None:
+        """Copy, and wait until `target` holds the bytes, also if a device makes the copy."""
+        if stream is None:
             if self._ready is not None:
                 self._ready.synchronize()
             target.copy_(source)
             return
         if self._ready is not None:
-            lane.wait_event(self._ready)
-        with lane:
+            stream.wait_event(self._ready)
+        with stream:
             target.copy_(source, non_blocking=True)
-        lane.record_event().synchronize()
+        stream.record_event().synchronize()
 
 
 class Save(Task):
-    """From a tensor, when `ready` has come, to the file."""
+    """Moves a block from a tensor to the file."""
 
     def move(self) -> None:
         part: torch.Tensor = self._part  # type: ignore[assignment]
         on_host = part.device.type == "cpu"
         memory = self._staging.buffer(self._block.size, pinned=not on_host)
-        lane = None if on_host else self._staging.copy_streams.of(part.device).d2h
-        self._copy(memory[: self._block.size], part, lane)
+        stream = None if on_host else self._staging.copy_streams.on(part.device).d2h
+        self._copy(memory[: self._block.size], part, stream)
         self._block.save(memory, verify=self._verify)
 
 
 class Load(Task):
-    """From the file to a tensor, when `ready` has come. On the host, `part` is whole pages and read into directly."""
+    """Moves a block from the file to a tensor. On the host, `part` is whole pages and read into directly."""
 
     def move(self) -> None:
         part: torch.Tensor = self._part  # type: ignore[assignment]
@@ -416,9 +417,9 @@ class Load(Task):
             return
         memory = self._staging.buffer(self._block.size, pinned=True)
         self._block.load(memory)
-        self._copy(part, memory[: self._block.size], self._staging.copy_streams.of(part.device).h2d)
+        self._copy(part, memory[: self._block.size], self._staging.copy_streams.on(part.device).h2d)
 
 
 def in_blocks(raw: torch.Tensor, block: int) -> list[torch.Tensor]:
-    """A flat tensor's bytes, block by block."""
+    """Split a flat tensor into views of `block` bytes each; the last may be shorter."""
     return list(torch.split(raw.view(torch.uint8), block))

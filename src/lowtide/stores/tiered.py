@@ -1,12 +1,10 @@
-"""Two tiers: host memory up to its limit, and the disk past it.
+"""Two tiers: host memory up to its limit, and the disk beyond it; and the choice of a store for a policy.
 
-Every tensor goes to the host first. When the host is full, the tensor that has been there longest moves on to the disk:
-it was saved first, so backward needs it last. So the disk gets as many bytes as if it had taken whatever did not
-fit, and what is needed first is nearest. Room for the next tensor is made while the present one's region computes.
+Every tensor goes to the host first. When the host is full, the tensor that has been there longest is spilled to the
+disk: it was saved first, so backward needs it last. So the disk gets as many bytes as if it had taken whatever did not
+fit, and what backward needs first is nearest. Room for the next tensor is made while the present one's region computes.
 
-A tensor leaves the host only when it is written: a disk that fails costs the step and no gradient.
-
-The store that a policy asks for.
+A tensor leaves the host only when it is written: a disk that fails costs the step, and no wrong gradient.
 """
 
 from __future__ import annotations
@@ -28,21 +26,21 @@ if TYPE_CHECKING:
 
 
 class TieredStore(Store):
-    """`host`, which must have a limit, and `disk` for what does not fit."""
+    """A `host` store, which must have a limit, and a `disk` store for what does not fit."""
 
     name = "host and disk"
 
     def __init__(self, host: HostStore, disk: DiskStore) -> None:
         if host.limit is None:
             raise InvalidValueError(
-                "a host store without a limit never hands anything on to the disk: give it one, like "
-                "offload(host=8GiB, disk=/scratch), or leave it out: offload(disk=/scratch)"
+                "a host store without a limit never spills anything to the disk: give it a limit, like "
+                "offload(host=8GiB, disk=/scratch), or leave the host out: offload(disk=/scratch)"
             )
         self.host, self.disk = host, disk
         self._limit = host.limit
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._near: weakref.WeakValueDictionary[int, _TieredStored] = weakref.WeakValueDictionary()
+        self._on_host: weakref.WeakValueDictionary[int, _TieredStored] = weakref.WeakValueDictionary()
 
     def require_useful(self, tensor: torch.Tensor) -> None:
         self.host.require_useful(tensor)
@@ -56,7 +54,7 @@ class TieredStore(Store):
 
     @property
     def peak_bytes(self) -> int:
-        """The sum of both peaks, which need not have come at the same time."""
+        """Return the sum of both peaks, which need not have occurred at the same time."""
         return self.host.peak_bytes + self.disk.peak_bytes
 
     @property
@@ -73,23 +71,23 @@ class TieredStore(Store):
             disk=disk.disk,
         )
 
-    def arrived(self, stored: _TieredStored) -> None:
-        """A tensor found room on the host. If the next one of its size would not, room is made from now on."""
+    def add_to_host(self, stored: _TieredStored) -> None:
+        """Note a tensor that found room on the host. If the next of its size would not, begin to spill the oldest."""
         with self._lock:
-            self._near[next(self._numbers)] = stored
+            self._on_host[next(self._numbers)] = stored
             if self._limit - self.host.bytes_used < stored.nbytes and (oldest := self._oldest()) is not None:
-                oldest.begin_to_move_on()
+                oldest.start_spill()
 
     def make_room(self) -> bool:
-        """The oldest tensor on the host has moved on to the disk; False if there is none, or no room there either."""
+        """Spill the oldest tensor on the host. Return False if there is none, or no room on the disk either."""
         with self._lock:
             oldest = self._oldest()
-            return oldest is not None and oldest.move_on()
+            return oldest is not None and oldest.spill()
 
     def _oldest(self) -> _TieredStored | None:
-        for number, stored in self._near.items():
-            if stored.has_moved_on:
-                self._near.pop(number)
+        for number, stored in self._on_host.items():
+            if stored.is_spilled:
+                self._on_host.pop(number)
                 return self._oldest()
             if stored.is_away:
                 return stored
@@ -97,86 +95,88 @@ class TieredStore(Store):
 
 
 class _TieredStored(Stored):
-    """On the host, on its way to the disk while it is still on the host, or on the disk."""
+    """One tensor of a tiered store: on the host, being spilled while it is still on the host, or on the disk."""
 
     def __init__(self, store: TieredStore, raw: torch.Tensor) -> None:
         self._store = store
-        self._lock = threading.Lock()  # a thread that reads must not find the host's memory given back under it
-        self._near: HostStored | None = HostStored(store.host, raw)
-        self._far: DiskStored | None = None
+        self._lock = threading.Lock()  # the host's memory must not be freed while another thread reads it
+        self._host: HostStored | None = HostStored(store.host, raw)
+        self._disk: DiskStored | None = None
         self._raw: torch.Tensor | None = raw
         self._dtype, self._device = raw.dtype, raw.device
         self._fetched = 0
         self.nbytes = raw.nbytes
 
     @property
-    def has_moved_on(self) -> bool:
-        return self._near is None
+    def is_spilled(self) -> bool:
+        """Return whether only the disk holds the bytes."""
+        return self._host is None
 
     @property
-    def _place(self) -> Stored:
-        return self._near or self._far  # type: ignore[return-value]  # it is always in one of them
+    def _tier(self) -> Stored:
+        return self._host or self._disk  # type: ignore[return-value]  # it is always in one of them
 
     @property
     def is_away(self) -> bool:
-        return self._place.is_away
+        return self._tier.is_away
 
     def start(self) -> bool:
-        if self._raw is None or self._near is None:
+        if self._raw is None or self._host is None:
             return True
-        while not self._near.start():
+        while not self._host.start():
             if not self._store.make_room():
-                return self._straight_to_disk(self._raw)
+                return self._start_on_disk(self._raw)
         self._raw = None
-        self._store.arrived(self)
+        self._store.add_to_host(self)
         return True
 
-    def _straight_to_disk(self, raw: torch.Tensor) -> bool:
-        """It is larger than the host's limit, or everything on the host is still on its way there."""
-        far = DiskStored(self._store.disk, self.nbytes, self._dtype, self._device, raw)
-        if not far.start():
+    def _start_on_disk(self, raw: torch.Tensor) -> bool:
+        """Skip the host: the tensor is larger than its limit, or everything there is still being copied to it."""
+        disk = DiskStored(self._store.disk, self.nbytes, self._dtype, self._device, raw)
+        if not disk.start():
             return False
-        self._far, self._near, self._raw = far, None, None
+        self._disk, self._host, self._raw = disk, None, None
         return True
 
-    def begin_to_move_on(self) -> bool:
-        """Begin to write it to the disk. False: there is no room, or it is there."""
-        if self._far is None and self._near is not None:
-            far = DiskStored(self._store.disk, self.nbytes, self._dtype, self._device, None)
-            if far.write(*self._near.on_host()):
-                self._far = far
-        return self._far is not None and self._near is not None
+    def start_spill(self) -> bool:
+        """Begin to write the tensor to the disk. Return False if there is no room, or if it is there already."""
+        if self._disk is None and self._host is not None:
+            disk = DiskStored(self._store.disk, self.nbytes, self._dtype, self._device, None)
+            if disk.write(*self._host.host_tensors()):
+                self._disk = disk
+        return self._disk is not None and self._host is not None
 
-    def move_on(self) -> bool:
-        """Be on the disk, and on the host no longer. False: there is no room."""
-        if not self.begin_to_move_on() or self._far is None:
+    def spill(self) -> bool:
+        """Move the tensor to the disk, and free its host memory. Return False if there is no room."""
+        if not self.start_spill() or self._disk is None:
             return False
         try:
-            self._far.wait_until_written()
+            self._disk.wait_until_written()
         except Exception:
-            self._far = None  # the host still has it
+            self._disk = None  # the host still has it
             raise
         with self._lock:
-            near, self._near = self._near, None
-        if near is not None:
-            near.vacate()
+            host, self._host = self._host, None
+        if host is not None:
+            host.free_host_memory()
         return True
 
     def release(self) -> None:
-        self._place.release()
+        self._tier.release()
 
     def prefetch(self) -> None:
         with self._lock:
-            self._place.prefetch()
+            self._tier.prefetch()
 
     def get(self) -> torch.Tensor:
         with self._lock:
-            if self._near is not None:
-                return self._counted(self._near, self._near.get())
-        return self._counted(self._place, self._place.get())
+            if self._host is not None:
+                return self._get_from(self._host)
+        return self._get_from(self._tier)
 
-    def _counted(self, place: Stored, raw: torch.Tensor) -> torch.Tensor:
-        self._fetched += place.take_fetched()
+    def _get_from(self, tier: Stored) -> torch.Tensor:
+        raw = tier.get()
+        self._fetched += tier.take_fetched()
         return raw
 
     def take_fetched(self) -> int:
@@ -185,11 +185,11 @@ class _TieredStored(Stored):
 
 
 def store_for(policy: Policy) -> Store:
-    """Host, disk, or host first and disk past its limit. A policy's rules share the store."""
+    """Return a new store of the tiers that a policy names. All rules of the policy share it."""
     if policy.disk is None:
         if policy.offload == "disk":
             raise InvalidValueError(
-                f"policy {policy.describe()!r} offloads to a disk and does not say where: name a directory on a local "
+                f"policy {policy.describe()!r} offloads to a disk but does not say where: name a directory on a local "
                 "disk, like offload(disk=/scratch)"
             )
         return HostStore(policy.host_limit)

@@ -176,8 +176,8 @@ class _History:
         if block is not None:
             self._write("free_requested", block, event.seconds)
             self._write("free_completed", block, event.seconds)
-            self._free.give_back(block.address - _BASE, block.address - _BASE + block.size)
-        start = self._free.cut(size) if size else None
+            self._free.free(block.address - _BASE, block.address - _BASE + block.size)
+        start = self._free.allocate(size) if size else None
         if start is not None:
             self._top = max(self._top, start + size)
             block = self._blocks[event.storage] = _Block(_BASE + start, size, event, self._kinds[event.storage])
