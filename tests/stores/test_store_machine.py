@@ -49,9 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.held.append((self.store.put(expected.to(self.device)), expected))
 
     @precondition(lambda self: self.held)
-    @rule(
-        which=places, steps=st.lists(st.sampled_from(["start", "release", "prefetch", "get"]), min_size=1, max_size=4)
-    )
+    @rule(which=places, steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=4))
     def use(self, which, steps):
         stored, expected = self.held[which % len(self.held)]
         for step in steps:

@@ -60,8 +60,8 @@ REFUSALS = (
     OffloadError,
     CacheError,
 )
-"""The errors with which Lowtide says that it cannot do what is asked. Its others are findings: something was asked for
-and is not active."""
+"""The errors with which Lowtide says that it cannot do what is asked. Any other `LowtideError` is a finding: something
+was asked for and is not active."""
 
 _NOT_INSIDE_DDP = ("adapters on a frozen base", "copy and pickle", "in-place changes")
 """Checks that freeze weights, copy the model, or fail on purpose in the middle of a reduction."""

@@ -45,7 +45,7 @@ def idempotent(case: Case) -> CheckResult:
 
 
 def reversible(case: Case) -> CheckResult:
-    """Check that nothing is left of the set-up after it was undone: no recompute, no hook, no other gradient."""
+    """Check that nothing is left of the set-up after it was undone: no recompute, no hook, no changed gradient."""
     name = "reversible"
     if case.setup.configure is None:
         return case.result(name, Verdict.NOT_APPLICABLE, "the model is judged as it is, not set up by the audit")
@@ -78,11 +78,11 @@ def reversible(case: Case) -> CheckResult:
 def portable(case: Case) -> CheckResult:
     """Check that a model that is set up can be copied and pickled, and that the copy's gradients are right."""
     name = "copy and pickle"
-    plain_fails = _plain_fails_to_pickle(case)
-    if plain_fails is not None:
-        return case.result(name, Verdict.NOT_APPLICABLE, f"the plain model cannot be pickled either: {plain_fails}")
+    plain_error = _plain_pickling_error(case)
+    if plain_error is not None:
+        return case.result(name, Verdict.NOT_APPLICABLE, f"the plain model cannot be pickled either: {plain_error}")
     model = case.install().model
-    problem = _fails_to_pickle(model)
+    problem = _pickling_error(model)
     if problem is None:
         problem = _wrong_gradients(case, copy.deepcopy(model))
     if problem is not None:
@@ -105,10 +105,10 @@ def _wrong_gradients(case: Case, twin: nn.Module) -> str | None:
     return f"a copy has {len(new)} wrong gradients" if new else None
 
 
-def _plain_fails_to_pickle(case: Case) -> str | None:
+def _plain_pickling_error(case: Case) -> str | None:
     """Say why the plain model cannot be pickled, such as a class that is local to a function; None if it can."""
     if case.setup.configure is not None:
-        return _fails_to_pickle(case.source)
+        return _pickling_error(case.source)
     try:
         plain = copy.deepcopy(case.reference.model)
     except Exception as error:  # noqa: BLE001  whatever it raises is the answer
@@ -117,10 +117,10 @@ def _plain_fails_to_pickle(case: Case) -> str | None:
         vars(module).pop("forward", None)
         for hooks in hooks_of(module).values():
             hooks.clear()
-    return _fails_to_pickle(plain)
+    return _pickling_error(plain)
 
 
-def _fails_to_pickle(model: nn.Module) -> str | None:
+def _pickling_error(model: nn.Module) -> str | None:
     try:
         pickle.loads(pickle.dumps(model))  # noqa: S301  (our own bytes)
         copy.deepcopy(model)
