@@ -39,7 +39,7 @@ _REPLACED = (
 """Torch's function, and functions of other packages that do the same; replaced if they are loaded."""
 
 _BYPASSED = (("torch.utils.checkpoint", "CheckpointFunction"),)
-"""What the replaced functions would have used: a patch on it is no longer called."""
+"""What the replaced functions call: somebody's patch there has no effect while they are replaced."""
 
 _installing = threading.RLock()
 

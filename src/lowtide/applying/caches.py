@@ -74,7 +74,7 @@ def _stack(region: str) -> str:
 
 
 class DroppedCaches:
-    """Which regions would have written to which caches. The caches are known weakly."""
+    """Remembers which regions would have written to which caches. The caches are known weakly."""
 
     def __init__(self) -> None:
         self._writers: weakref.WeakKeyDictionary[Any, dict[str, _Writer]] = weakref.WeakKeyDictionary()

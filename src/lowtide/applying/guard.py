@@ -178,7 +178,7 @@ def _nodes_behind(output: Any, first_node: int) -> Iterator[Node]:
 
 
 _ACCUMULATE_GRAD = 2**63
-"""From here on, a sequence number is that of a node that accumulates a parameter's gradient: the highest of all."""
+"""Nodes that accumulate a parameter's gradient have sequence numbers from here on, above those of all other nodes."""
 
 
 def _saves_something(node: Node) -> bool:

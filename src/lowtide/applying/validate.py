@@ -143,7 +143,7 @@ def _head_to_tile(model: nn.Module, policy: Policy) -> Head | None:
 
 
 def _check_rules(policy: Policy, regions: list[Region], mlps: list[MLP]) -> None:
-    """Refuse a rule that fits nothing, and one that would recompute or offload a part of a region."""
+    """Refuse a rule that matches nothing, and one that would recompute or offload a part of a region."""
     region_names = [region.name for region in regions]
     mlp_names = [mlp.name for mlp in mlps]
     for pattern, rule in policy.overrides:

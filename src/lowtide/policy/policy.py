@@ -82,7 +82,7 @@ class Policy:
             return
         if self.offload is None or not self.disk or any(character in self.disk for character in ",;()"):
             raise InvalidValueError(
-                f"disk={self.disk!r}: it needs offload, and a directory whose name has no comma, semicolon or bracket"
+                f"disk={self.disk!r} needs offload, and a directory whose name has no comma, semicolon or bracket"
             )
         if self.offload == "host" and self.host_limit is None:
             raise InvalidValueError(
@@ -96,7 +96,7 @@ class Policy:
             if policy.overrides:
                 raise InvalidValueError(f"the rule {pattern!r} has rules of its own: put all rules side by side")
             if policy.host_limit is not None:
-                raise InvalidValueError("the limit on host memory is for the whole model: put it before the rules")
+                raise InvalidValueError("the limit on host memory holds for the whole model: put it before the rules")
             if policy.disk is not None:
                 raise InvalidValueError("the disk tier is one for the whole model: put its directory before the rules")
             if "disk" in (policy.offload, self.offload) and policy.offload not in (None, self.offload):
