@@ -33,7 +33,7 @@ _COPY = 256 * 2**20
 def calibrate(path: Path, device: Accelerator | None = None) -> Efficiencies:
     """Measure this machine's accelerator, and write the file that `plan(calibration=...)` reads."""
     if not torch.accelerator.is_available():
-        raise PlanError("there is no accelerator here to calibrate: run this on the machine that will do the training")
+        raise PlanError("there is no accelerator here to calibrate: run this on the machine that will train")
     accelerator = device or this_accelerator()
     found = measure(accelerator, torch.accelerator.current_accelerator() or torch.device("cuda"))
     content = {"accelerator": accelerator.name, "efficiencies": dataclasses.asdict(found)}
