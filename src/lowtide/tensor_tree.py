@@ -32,7 +32,7 @@ class TensorTree:
         self._tree = tree
 
     def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Return the value with these tensors. Containers that held tensors are new; everything else is the same object."""
+        """Return the value with these tensors. Containers that held tensors are new; all else is the same object."""
         return _fill(self._tree, tensors)
 
 
