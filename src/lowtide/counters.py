@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class RegionLedger:
-    """The counts of one region since its policy was applied; bytes count tensors that autograd saved at its boundary."""
+    """The counts of one region since its policy was applied. Bytes count tensors that are saved at its boundary."""
 
     name: str
     forwards: int = 0

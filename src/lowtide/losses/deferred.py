@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LossRequest:
-    """A request for the loss of `after * tanh(before * (logits + bias))`; without a softcap, of the inner product."""
+    """A request for the loss of `after * tanh(before * (logits + bias))`; without `after`, of what is in the tanh."""
 
     labels: torch.Tensor
     bias: torch.Tensor | None
