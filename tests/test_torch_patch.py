@@ -116,7 +116,7 @@ class TestCurried:
         with lowtide.patch_torch():
             with pytest.raises(ValueError, match="determinism_check"):
                 framework.activation_checkpoint(determinism_check="wrong")(torch.tanh)(x)
-            with pytest.raises(InvalidValueError, match="without a function .* x: pass arguments to the wrapped"):
+            with pytest.raises(InvalidValueError, match=r"without a function .* x: pass arguments to the wrapped"):
                 framework.activation_checkpoint(x=x)(torch.tanh)(x)
 
     def test_functions_wrapped_inside_are_torchs_own_afterwards(self, framework, monkeypatch):

@@ -1,9 +1,9 @@
-"""Takes the tensors out of nested arguments, and puts others in their place.
+"""Takes the tensors out of nested values, and puts other tensors in their place.
 
-Torch's checkpoint makes only top-level positional tensors visible to saved-tensor hooks. A block's hidden state may
-just as well come as a keyword, in a tuple, in a dataclass or bound in a `functools.partial`; left there, it stays on
-the device and no hook ever sees it. So a call is taken apart into its tensors, which are then handed over one by one,
-and a tree.
+Torch's checkpoint makes only top-level positional tensors visible to saved-tensor hooks. A region's hidden state may
+just as well be a keyword, or be in a tuple, in a dataclass or bound in a `functools.partial`; left there, it stays on
+the device and no hook ever sees it. So a call's arguments are taken apart into tensors, which are passed one by one,
+and a tree that remembers where they belong.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ class TensorTree:
         self._tree = tree
 
     def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The value again, with these tensors. Containers that held some are new; the rest is the same objects."""
+        """Return the value with these tensors. Containers that held tensors are new; all else is the same object."""
         return _fill(self._tree, tensors)
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], TensorTree]:
-    """All tensors in `value`, in order, and the tree that they leave."""
+    """Return all tensors in `value`, in order, and the tree with a slot for each."""
     tensors: list[torch.Tensor] = []
     return tensors, TensorTree(_take(value, tensors, {}, frozenset()))
 
 
 class _Container:
-    """A container that held tensors, taken apart: how to make it again, and from what."""
+    """A container that held tensors, taken apart: how to build it again, and its items."""
 
-    __slots__ = ("items", "make")
+    __slots__ = ("build", "items")
 
-    def __init__(self, make: Any, items: list[Any]) -> None:
-        self.make = make
+    def __init__(self, build: Any, items: list[Any]) -> None:
+        self.build = build
         self.items = items
 
 
 def _take(value: Any, tensors: list[torch.Tensor], slots: dict[int, _Slot], around: frozenset[int]) -> Any:
     if isinstance(value, torch.Tensor):
-        if id(value) not in slots:  # one object, one slot: attention asks whether `query is key`
+        if id(value) not in slots:  # one object, one slot: attention checks whether `query is key`
             tensors.append(value)
             slots[id(value)] = _Slot(len(tensors) - 1)
         return slots[id(value)]
     parts = _parts(value) if id(value) not in around else None  # an object may hold itself
     if parts is None:
         return value
-    make, items = parts
+    build, items = parts
     taken = [_take(item, tensors, slots, around | {id(value)}) for item in items]
     has_tensors = any(type(item) in (_Slot, _Container) for item in taken)
-    return _Container(make, taken) if has_tensors else value
+    return _Container(build, taken) if has_tensors else value
 
 
 def _fill(tree: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     if type(tree) is _Slot:
         return tensors[tree.index]
     if type(tree) is _Container:
-        return tree.make([_fill(item, tensors) for item in tree.items])
+        return tree.build([_fill(item, tensors) for item in tree.items])
     return tree
 
 
 def _parts(value: Any) -> tuple[Any, list[Any]] | None:
-    """How to make a container from a list of its items, and the items; None for anything else."""
+    """Return how to build a container from a list of items, and its items; None for anything else."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind, list(value)
@@ -94,7 +94,7 @@ def _parts(value: Any) -> tuple[Any, list[Any]] | None:
 
 
 def _dataclass_parts(value: Any) -> tuple[Any, list[Any]]:
-    """Copied shallowly and refilled, so that frozen classes and those with their own `__init__` work."""
+    """Return how to copy a dataclass with other values: not by `__init__`, which may be custom, or the class frozen."""
     stored = {}
     for field in dataclasses.fields(value):
         with contextlib.suppress(AttributeError):  # a field that was never set
@@ -104,10 +104,10 @@ def _dataclass_parts(value: Any) -> tuple[Any, list[Any]]:
     for name in names:
         object.__setattr__(empty, name, None)
 
-    def make(items: list[Any]) -> Any:
+    def build(items: list[Any]) -> Any:
         again = copy.copy(empty)
         for name, item in zip(names, items, strict=True):
             object.__setattr__(again, name, item)
         return again
 
-    return make, list(stored.values())
+    return build, list(stored.values())

@@ -1,4 +1,4 @@
-"""Where Lowtide keeps what it need not make again: compiled libraries, figures of plans."""
+"""Finds the directory in which Lowtide caches what is slow to make: the compiled device, results of plans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """The user's cache directory for Lowtide. `LOWTIDE_CACHE` moves all of it."""
+    """Return the user's cache directory for Lowtide. `LOWTIDE_CACHE` moves all of it."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
     return Path(os.environ.get("LOWTIDE_CACHE") or default)

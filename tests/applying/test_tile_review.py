@@ -264,7 +264,7 @@ def test_a_head_in_a_wrapper():
 def test_a_head_that_tells_nothing():
     model, _ = make(zoo.llama)
     model.lm_head = nn.Identity()
-    with pytest.raises(NoRegionError, match="does not tell how many logits"):
+    with pytest.raises(NoRegionError, match="does not say how many logits"):
         lowtide.apply(model, "tile(loss)")
 
 

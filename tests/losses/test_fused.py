@@ -51,8 +51,8 @@ def test_it_is_taken_on_cuda(installed):
         (on_cuda(dtype=torch.double), {}, "float64"),
         (on_cuda(dtype=torch.float16), {}, "float16"),
         (on_cuda(requires_grad=False), {}, "bias gradient"),
-        (on_cuda(), {"logit_scale": 2.0}, "scaled or bent"),
-        (on_cuda(), {"logit_softcap": 2.0}, "scaled or bent"),
+        (on_cuda(), {"logit_scale": 2.0}, "a scale or a softcap"),
+        (on_cuda(), {"logit_softcap": 2.0}, "a scale or a softcap"),
     ],
 )
 def test_where_it_is_not_right_it_is_not_taken(installed, hidden, options, reason):

@@ -270,7 +270,7 @@ class TestRefused:
             ({"labels": torch.zeros(3, 17)}, "class numbers"),
             ({"weight": torch.ones(CLASSES, 3, dtype=torch.double)}, "does not fit"),
             ({"weight": torch.ones(CLASSES, WIDTH)}, "the same type"),
-            ({"bias": torch.ones(CLASSES)}, "bias torch.float32: give them the same type"),
+            ({"bias": torch.ones(CLASSES)}, "bias torch.float32: cast them to the same type"),
             ({"logit_scale": torch.nn.Parameter(torch.tensor(2.0))}, "logit_scale must be a number"),
             ({"logit_softcap": torch.tensor(30.0)}, "logit_softcap must be a number"),
             ({"kernel": "cuda", "reduction": "none"}, "kernel must be"),

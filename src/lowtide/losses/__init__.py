@@ -1,4 +1,4 @@
-"""`lowtide.linear_cross_entropy`: the loss of a language model, without its logits ever being whole."""
+"""`lowtide.linear_cross_entropy`: computes the loss of a language model without ever holding all of its logits."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""The loss over all tokens, tile by tile, as two nodes of the graph.
+"""Computes the loss over all tokens tile by tile, as one node of the graph: a reduced loss, or one loss per token.
 
-A mean or a sum knows its gradient up to one factor as soon as it is computed: so both gradients are made in forward,
-while a tile's logits are there, and backward only multiplies **both** by the upstream gradient. Losses per token need
-an upstream gradient per token: their logits are made again in backward, tile by tile.
+The gradient of a mean or a sum is known up to one factor as soon as the loss is computed. So the gradients of hidden
+states and weight are both computed in forward, while a tile's logits are there, and backward only multiplies **both**
+by the upstream gradient. Losses per token need an upstream gradient per token: their logits are computed again in
+backward, tile by tile.
 
-Gradients made in forward are those of the sum, for a mean's factor of 1 / tokens would underflow in half precision,
-before a loss scale could help. Sums over tokens stay in single precision until the factor is known, for they
-would overflow.
+The gradients computed in forward are the sum's, also for a mean: its factor of 1 / tokens would underflow in half
+precision before a loss scale could help. Sums over tokens stay in single precision until the factor is known, because
+in half precision they would overflow.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Gradients:
-    """Where the gradients of hidden states, weight and bias are collected; the sums over tiles in single precision."""
+    """Collects the gradients of hidden states, weight and bias; sums over tiles are kept in single precision."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: tuple[bool, ...]
@@ -49,11 +50,11 @@ class _Gradients:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
     def sums(self) -> list[torch.Tensor | None]:
-        """All three; those of weight and bias in single precision."""
+        """Return all three; those of weight and bias in single precision."""
         return [self.hidden, self.weight, self.bias]
 
-    def finished(self) -> list[torch.Tensor | None]:
-        """All three, in the type of the tensors that they belong to."""
+    def cast(self) -> list[torch.Tensor | None]:
+        """Return all three in the type of the tensors that they belong to."""
         return [None if gradient is None else gradient.to(self._dtype) for gradient in self.sums()]
 
 
@@ -63,13 +64,13 @@ def _tiles(count: int, tokens: int) -> Iterator[slice]:
 
 
 def _first_derivative_of(upstreams: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    if torch.is_grad_enabled():  # create_graph=True: gradients that are constants would be wrong without a word
-        raise LowtideError("linear_cross_entropy has no second derivative: use the plain loss with create_graph=True")
+    if torch.is_grad_enabled():  # create_graph=True: gradients that are constants would be silently wrong
+        raise LowtideError("linear_cross_entropy has no second derivative: with create_graph=True, use the plain loss")
     return upstreams[0]
 
 
 class ReducedLoss(torch.autograd.Function):
-    """The sum over tokens or their mean, with gradients made in forward."""
+    """The sum or the mean over tokens, with gradients computed in forward."""
 
     @staticmethod
     def forward(
@@ -82,7 +83,7 @@ class ReducedLoss(torch.autograd.Function):
         reduction: str,
         tokens: int | None,
     ) -> torch.Tensor:
-        """With no tile size the fused kernel cuts by its own."""
+        """Compute the loss; without a tile size (`tokens`), by the fused kernel, which chooses its own."""
         valid = (labels != options.ignore_index).sum().clamp(min=1)
         valid = valid.to(torch.promote_types(hidden.dtype, torch.float32))
         needs = ctx.needs_input_grad[:3]
@@ -99,7 +100,7 @@ class ReducedLoss(torch.autograd.Function):
             if any(needs):
                 gradients.add(rows, hidden[rows], step.logit_gradient(torch.ones_like(step.losses)))
             del step  # before the next tile's logits
-        ctx.save_for_backward(valid, *(gradients.sums() if hidden.dtype is torch.float16 else gradients.finished()))
+        ctx.save_for_backward(valid, *(gradients.sums() if hidden.dtype is torch.float16 else gradients.cast()))
         return total / valid if ctx.is_mean else total
 
     @staticmethod
@@ -113,7 +114,7 @@ class ReducedLoss(torch.autograd.Function):
 
 
 class TokenLosses(torch.autograd.Function):
-    """One loss per token; logits are made again in backward."""
+    """One loss per token; the logits are computed again in backward."""
 
     @staticmethod
     def forward(
@@ -141,4 +142,4 @@ class TokenLosses(torch.autograd.Function):
             step = TileLoss(hidden[rows], weight, bias, labels[rows], ctx.options)
             gradients.add(rows, hidden[rows], step.logit_gradient(upstream[rows]))
             del step  # before the next tile's logits
-        return *gradients.finished(), *[None] * 3
+        return *gradients.cast(), *[None] * 3

@@ -1,12 +1,12 @@
-"""Logits that are not computed: what a head returns when its loss is to be made in tiles.
+"""Logits that are not computed: what a head returns when its loss is to be computed in tiles.
 
-A model's own code goes on from the head as ever: it may scale and bend the logits, cast, shift, mask and flatten them,
-and in the end asks `torch.nn.functional.cross_entropy` for the loss. `DeferredLogits` follows those steps on the hidden
-states, which have the same tokens, and answers that last call with the loss in tiles. So the loss is the model's own:
-its shift, its ignored labels, its divisor. Anything else that is asked of it is refused, with the remedy.
+A model's own code continues from the head as ever: it may scale the logits, apply a softcap, cast, shift, mask and
+flatten them, and in the end call `torch.nn.functional.cross_entropy`. `DeferredLogits` follows those steps on the
+hidden states, which have the same tokens, and answers that last call with the loss in tiles. So the loss is the model's
+own: its shift, its ignored labels, its divisor. Anything else is refused, with the remedy.
 
-It is no tensor on purpose: many look through a model's outputs for tensors and compute with them. What
-DistributedDataParallel finds in it, the hidden states, is in the loss's graph as well.
+It is deliberately not a tensor: many programs look through a model's outputs for tensors and compute with them. The
+hidden states, which DistributedDataParallel finds in it, are in the loss's graph as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LossRequest:
-    """What to make of hidden states: `after * tanh(before * (logits + bias))`, or without the bend; then the loss."""
+    """A request for the loss of `after * tanh(before * (logits + bias))`; without `after`, of what is in the tanh."""
 
     labels: torch.Tensor
     bias: torch.Tensor | None
@@ -39,7 +39,7 @@ class LossRequest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """The logits of some hidden states, up to factors and a bend."""
+    """The logits of some hidden states, with a bias, a scale and a softcap still to be applied."""
 
     hidden: torch.Tensor
     classes: int
@@ -50,7 +50,7 @@ class DeferredLogits:
     before: float = 1.0
     after: float | None = None
 
-    # What code asks of a tensor before it computes with it
+    # Questions that code asks a tensor before it computes with it
 
     @property
     def shape(self) -> torch.Size:
@@ -77,13 +77,13 @@ class DeferredLogits:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    # Steps that change which tokens there are, or nothing
+    # Steps that change which tokens there are, or nothing at all
 
     def float(self) -> DeferredLogits:
         return dataclasses.replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        """A cast only: the loss is made in single precision where the hidden states are."""
+        """Note a cast; a device is ignored: the loss is computed in single precision where the hidden states are."""
         wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
         return dataclasses.replace(self, dtype=wanted[0]) if wanted else self
 
@@ -96,7 +96,7 @@ class DeferredLogits:
     def reshape(self, *shape: Any) -> DeferredLogits:
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         keeps_classes = sizes[-1:] == (self.classes,)
-        if sizes[-1:] == (-1,):  # the classes, if all tokens are accounted for by the others
+        if sizes[-1:] == (-1,):  # these are the classes if the other sizes account for all tokens
             keeps_classes = math.prod(sizes[:-1]) == self.hidden.shape[:-1].numel()
         if not keeps_classes:
             raise self._refuse(f"reshaped to {sizes}")
@@ -109,22 +109,22 @@ class DeferredLogits:
         return dataclasses.replace(self, hidden=self.hidden.flatten(start_dim, end))
 
     def __getitem__(self, index: Any) -> DeferredLogits:
-        """Any choice of tokens; not of classes."""
+        """Choose tokens, in any way; choosing classes is refused."""
         if isinstance(index, tuple) and index[0] is Ellipsis and isinstance(index[-1], slice):
             takes_all = index[-1].indices(self.classes) == (0, self.classes, 1)
             index = (*index[:-1], slice(None)) if takes_all else index
-        for classes in (self.classes, self.classes + 1):  # an index that leaves both whole does not touch them
+        for classes in (self.classes, self.classes + 1):  # an index that keeps both does not touch classes
             tried = torch.empty((*self.hidden.shape[:-1], classes), device="meta")
             if self._on_meta(tried, index).shape[-1:] != (classes,):
                 raise self._refuse(f"indexed with {index}")
         return dataclasses.replace(self, hidden=self.hidden[index])
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise self._refuse("written to")  # Chameleon bans image tokens so
+        raise self._refuse("written to")  # Chameleon bans image tokens this way
 
     @staticmethod
     def _on_meta(tried: torch.Tensor, index: Any) -> torch.Tensor:
-        """Which tokens a mask chooses is known from its values alone, so it is turned into places."""
+        """Apply an index to a meta tensor. A mask becomes positions first: its values say how many it chooses."""
         parts = index if isinstance(index, tuple) else (index,)
         places: list[Any] = []
         for part in parts:
@@ -168,13 +168,13 @@ class DeferredLogits:
 
     def tanh(self) -> DeferredLogits:
         if self.after is not None:
-            raise self._refuse("bent twice")
+            raise self._refuse("given two softcaps")
         return dataclasses.replace(self, after=1.0)
 
-    # The end: the loss, or a refusal
+    # The end: the loss, the logits after all, or a refusal
 
     def materialize(self) -> torch.Tensor:
-        """The logits after all, whole."""
+        """Compute all logits after all, at their full cost."""
         logits = self.make_logits(self.hidden)
         logits = (logits if self.bias is None else logits + self.bias) * self.before
         return (logits if self.after is None else self.after * logits.tanh()).to(self.dtype)
@@ -206,7 +206,7 @@ class DeferredLogits:
     ) -> torch.Tensor:
         if weight is not None or size_average is not None or reduce is not None or target.is_floating_point():
             raise self._refuse("given to a cross entropy with class weights, soft targets or old arguments")
-        if self.hidden.dim() > 2:  # noqa: PLR2004  (there, torch takes the second dimension for the classes)
+        if self.hidden.dim() > 2:  # noqa: PLR2004  (torch would take the second dimension for the classes)
             raise self._refuse("given to a cross entropy with classes in the second dimension")
         request = LossRequest(target, self.bias, self.before, self.after, ignore_index, reduction, label_smoothing)
         return self.make_loss(self.hidden, request)
@@ -217,7 +217,7 @@ class DeferredLogits:
     @staticmethod
     def _refuse(what: str) -> LogitsNotComputedError:
         return LogitsNotComputedError(
-            f"the policy tile(loss) is in force, so the logits were never computed, and they were {what}. "
-            "Use outputs.loss; or outputs.logits.materialize() for whole logits, at their full cost; or leave "
+            f"the policy tile(loss) is in force, so the logits were never computed, but they were {what}. "
+            "Use outputs.loss; or outputs.logits.materialize() to compute all logits, at their full cost; or leave "
             "tile(loss) out of the policy"
         )

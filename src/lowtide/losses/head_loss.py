@@ -1,4 +1,4 @@
-"""The loss of any head in tiles: a plain linear layer's by `linear_cross_entropy`, any other's by the tiler."""
+"""Computes the loss of any head in tiles: of a plain linear layer by `linear_cross_entropy`, of others by the tiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def head_loss(
     tiled: TiledFunction, hidden: torch.Tensor, request: LossRequest, ledger: TileLedger, tokens: int | None
 ) -> torch.Tensor:
-    """What `cross_entropy` of the head's logits would give. The function is the head's own forward."""
+    """Return what `cross_entropy` of the head's logits would. The function of `tiled` is the head's own forward."""
     head: Any = tiled.module
     wanted = "auto" if tokens is None else tokens
     size = tile_tokens(count_classes(head), wanted)
@@ -32,7 +32,7 @@ def head_loss(
     if _is_plain_linear(tiled):
         softcap, scale = request.after, request.before * (1.0 if request.after is None else request.after)
         options = LossOptions(logit_softcap=softcap, logit_scale=None if scale == 1 else scale)
-        hidden, weight, bias = as_autocast_would(hidden, head.weight, _sum(head.bias, request.bias, head.weight))
+        hidden, weight, bias = as_autocast_would(hidden, head.weight, _total_bias(head.bias, request.bias, head.weight))
         ledger.calls += 1
         ledger.tiles += count_tiles(hidden, size, wanted, options, request.reduction)
         return linear_cross_entropy(
@@ -70,7 +70,7 @@ def head_loss(
     return total / (labels != request.ignore_index).sum().clamp(min=1) if request.reduction == "mean" else total
 
 
-def _sum(bias: torch.Tensor | None, extra: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+def _total_bias(bias: torch.Tensor | None, extra: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
     if extra is None:
         return bias
     extra = extra.reshape(-1).to(like)
@@ -78,11 +78,11 @@ def _sum(bias: torch.Tensor | None, extra: torch.Tensor | None, like: torch.Tens
 
 
 def count_classes(head: nn.Module) -> int:
-    """How many logits a head makes of a token: its own word for it, or that of the one linear layer in it."""
-    if isinstance(head, nn.ModuleList | nn.ModuleDict):  # never called: what is in it is
+    """Return how many logits a head computes per token, by its `out_features` or those of the linear layer in it."""
+    if isinstance(head, nn.ModuleList | nn.ModuleDict):  # a container is never called
         raise NoRegionError(
-            f"tile(loss): the model has {len(head)} heads, and a loss is made in tiles of one: leave tile(loss) out, "
-            "and call lowtide.linear_cross_entropy where your loss is made"
+            f"tile(loss): the model has {len(head)} heads, and only one head's loss can be tiled: leave tile(loss) "
+            "out, and call lowtide.linear_cross_entropy where you compute the loss"
         )
     found = {module.out_features for module in head.modules() if isinstance(getattr(module, "out_features", None), int)}
     own = getattr(head, "out_features", None)
@@ -93,13 +93,13 @@ def count_classes(head: nn.Module) -> int:
     weight = parameters_of(head).get("weight")
     if weight is None or weight.dim() != 2:  # noqa: PLR2004  ([classes, width])
         raise NoRegionError(
-            f"tile(loss): the head is a {type(head).__name__}, which does not tell how many logits it makes: leave "
-            "tile(loss) out, and call lowtide.linear_cross_entropy where your loss is made"
+            f"tile(loss): the head is a {type(head).__name__}, which does not say how many logits it computes: leave "
+            "tile(loss) out, and call lowtide.linear_cross_entropy where you compute the loss"
         )
     return len(weight)
 
 
 def _is_plain_linear(tiled: TiledFunction) -> bool:
-    """Whether a head is `hidden @ weight.T + bias` and nothing else: no adapter, no quantization, no other forward."""
+    """Return whether a head is `hidden @ weight.T + bias` only: no adapter, no quantization, no replaced forward."""
     is_own = getattr(tiled.function, "__func__", None) is nn.Linear.forward
     return is_own and type(getattr(tiled.module, "weight", None)) is nn.Parameter

@@ -1,8 +1,8 @@
-"""Fused kernels of other libraries, where one is installed and right for the case.
+"""Uses Liger's fused kernel for the loss, where it is installed and right for the case.
 
-Liger's kernel makes the loss of a tile and the gradient of its logits in one pass. Only its forward is used: it hands
-over the gradients of the sum, and what is done with them in backward is ours, because Liger's own backward multiplies
-its gradients in place, and a graph that is kept would be scaled twice.
+The kernel computes the loss of a tile and the gradient of its logits in one pass. Only its forward is used: it returns
+the gradients of the sum, and our own backward scales them, because Liger's multiplies its gradients in place, so that a
+graph that is kept would be scaled twice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Kernel = Literal["auto", "torch", "liger"]
 
 
 def use_liger(kernel: Kernel, hidden: torch.Tensor, options: LossOptions) -> bool:
-    """Whether Liger's kernel makes this loss. Asked for by name and not possible is an error."""
+    """Return whether Liger's kernel computes this loss. Raise if it was asked for by name and cannot."""
     if kernel == "torch":
         return False
     reason = _why_not(hidden, options)
     if kernel == "liger" and reason is not None:
-        raise InvalidValueError(f"kernel='liger' cannot make this loss: {reason}. Use kernel='auto'")
+        raise InvalidValueError(f"kernel='liger' cannot compute this loss: {reason}. Use kernel='auto'")
     return reason is None
 
 
@@ -36,11 +36,11 @@ def _why_not(hidden: torch.Tensor, options: LossOptions) -> str | None:
     if hidden.device.type != "cuda" and not (hidden.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"it runs on CUDA devices, and the hidden states are on {hidden.device}"
     if options.logit_scale is not None or options.logit_softcap is not None:
-        return "logits that are scaled or bent are left to torch"
+        return "it is not used for logits with a scale or a softcap"
     if hidden.dtype not in (torch.bfloat16, torch.float32):
         return f"it is used for bfloat16 and float32, not for {hidden.dtype}"
     if not hidden.requires_grad:
-        return "it makes no bias gradient for hidden states that need none"
+        return "it computes no bias gradient if the hidden states do not need a gradient"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     return None
@@ -54,7 +54,7 @@ def liger_sum(
     options: LossOptions,
     needs: tuple[bool, ...],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The loss over all tokens, and its gradients for hidden states, weight and bias."""
+    """Return the sum of the loss over all tokens, and its gradients for hidden states, weight and bias."""
     liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     leaves: list[Any] = [
         None if tensor is None else tensor.detach().requires_grad_(need)

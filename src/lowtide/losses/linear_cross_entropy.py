@@ -1,4 +1,4 @@
-"""The public function: checks, shapes, tile size, autocast."""
+"""`lowtide.linear_cross_entropy`, the public function: checks its arguments, chooses a tile size, applies autocast."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from lowtide.losses.liger import Kernel
 
 TILE_BYTES = 128 * 1024**2
-"""The default tile: as many tokens as have logits of this size in single precision ..."""
+"""The default tile has as many tokens as have logits of this size in single precision, ..."""
 
 LEAST_TOKENS = 256
-"""... but not fewer than this, for each tile passes over the whole weight."""
+"""... but not fewer than this, because each tile reads the whole weight."""
 
 
 @disable_dynamo
@@ -40,18 +40,18 @@ def linear_cross_entropy(
     tokens: int | str = "auto",
     kernel: Kernel = "auto",
 ) -> torch.Tensor:
-    """The cross entropy of `hidden @ weight.T + bias` against `labels`; the logits exist for one tile at a time.
+    """Compute the cross entropy of `hidden @ weight.T + bias` and `labels`; logits exist for one tile at a time.
 
     `hidden` is `[..., width]`, `weight` `[classes, width]`, `labels` `[...]`. `reduction` means what it means in
     `torch.nn.functional.cross_entropy`: a mean divides the sum over all valid tokens once by their number, and is 0
     (not NaN) with zero gradients if every label is ignored. `logit_scale` multiplies the logits, then `logit_softcap`
-    bends them (`softcap * tanh(logits / softcap)`). With `shift=True` each token is compared with the label after it.
+    limits them (`softcap * tanh(logits / softcap)`). With `shift=True` each token is compared with the label after it.
 
     A mean or a sum costs the same three matrix products as the plain loss. Losses per token (`"none"`) cost one more in
     backward. Sums over tiles are kept in single precision.
 
     `kernel="auto"` takes Liger's fused kernel for a mean or a sum on CUDA if liger-kernel is installed, no tile size is
-    given and the logits are neither scaled nor bent; else, or with `"torch"`, plain torch.
+    given and there is neither a scale nor a softcap; else, or with `"torch"`, plain torch.
     """
     options = LossOptions(ignore_index, label_smoothing, logit_softcap, logit_scale)
     _check_words(reduction, tokens, kernel)
@@ -75,7 +75,7 @@ linear_cross_entropy.__module__ = "lowtide"
 
 
 def tile_tokens(classes: int, tokens: int | str) -> int:
-    """The tokens of a tile: given, or from bytes."""
+    """Return the tokens of a tile: as given, or from `TILE_BYTES`."""
     size = max(LEAST_TOKENS, TILE_BYTES // (4 * classes)) if tokens == "auto" else parse_tokens(tokens)
     if size < 1:
         raise InvalidValueError(f"a tile needs at least one token, got tokens={tokens!r}")
@@ -83,7 +83,7 @@ def tile_tokens(classes: int, tokens: int | str) -> int:
 
 
 def count_tiles(hidden: torch.Tensor, size: int, tokens: int | str, options: LossOptions, reduction: str) -> int:
-    """In how many tiles a loss is made. A fused kernel cuts by itself: that counts as one."""
+    """Return in how many tiles a loss is computed. A fused kernel makes its own tiles: that counts as one."""
     is_fused = tokens == "auto" and reduction != "none" and use_liger("auto", hidden, options)
     return 1 if is_fused else max(1, -(-hidden.shape[:-1].numel() // size))
 
@@ -94,15 +94,15 @@ def _check_words(reduction: str, tokens: int | str, kernel: str) -> None:
     if kernel not in ("auto", "torch", "liger"):
         raise InvalidValueError(f"kernel must be 'auto', 'torch' or 'liger', got {kernel!r}")
     if kernel == "liger" and (reduction == "none" or tokens != "auto"):
-        raise InvalidValueError("kernel='liger' makes a mean or a sum, in tiles of its own size")
+        raise InvalidValueError("kernel='liger' computes a mean or a sum, with its own tile size: leave tokens out")
 
 
 def _check_options(options: LossOptions) -> None:
     for name, value in options._asdict().items():
         if isinstance(value, torch.Tensor):
             raise InvalidValueError(
-                f"{name} must be a number: a tensor would get no gradient. Give {name}.item(), or, for a scale that "
-                "learns, multiply the hidden states with it"
+                f"{name} must be a number: a tensor would get no gradient. Pass {name}.item(), or, for a learned "
+                "scale, multiply the hidden states by it"
             )
     if not 0 <= options.label_smoothing <= 1:
         raise InvalidValueError(f"label_smoothing must be between 0 and 1, got {options.label_smoothing}")
@@ -126,7 +126,7 @@ def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Ten
 def as_autocast_would(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Autocast acts on operations, and the node's inside is none: its inputs are cast here, once."""
+    """Cast the inputs as autocast would: it acts on operators, and does not see those inside a custom node."""
     kind = hidden.device.type
     enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if enabled and hidden.dtype is not torch.double:
@@ -134,5 +134,5 @@ def as_autocast_would(
         return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         types = f"hidden is {hidden.dtype}, weight {weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
-        raise InvalidValueError(f"{types}: give them the same type")
+        raise InvalidValueError(f"{types}: cast them to the same type")
     return hidden, weight, bias

@@ -1,6 +1,6 @@
-"""The arithmetic of one tile: from hidden states to losses, and to the gradient of the logits.
+"""Computes one tile: its losses from hidden states, and the gradient of its logits.
 
-All in single precision (double for doubles), on one buffer of the size of the tile's logits:
+All of it is in single precision (double for doubles), on one buffer of the size of the tile's logits:
 
     z = hidden @ weight.T + bias        v = softcap * tanh(scale * z / softcap)
     loss = log(sum(exp(v))) - (1 - s) * v[label] - s * mean(v)        s: label smoothing
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 class LossOptions(NamedTuple):
-    """What turns logits into losses."""
+    """The settings that turn logits into losses."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -44,14 +44,14 @@ class TileLoss:
         del logits
         if options.logit_scale is not None:
             values.mul_(options.logit_scale)
-        self._bent: torch.Tensor | None = None
+        self._tanh: torch.Tensor | None = None
         if options.logit_softcap is not None:
-            self._bent = values.div_(options.logit_softcap).tanh_()
-            values = self._bent * options.logit_softcap
+            self._tanh = values.div_(options.logit_softcap).tanh_()
+            values = self._tanh * options.logit_softcap
         self.losses = self._losses_and_exponentials(values)
 
     def _losses_and_exponentials(self, values: torch.Tensor) -> torch.Tensor:
-        """The losses; `values` becomes its own exponentials, up to a factor."""
+        """Return the losses; `values` is overwritten with its exponentials, up to a factor."""
         smoothing = self._options.label_smoothing
         target = values.gather(1, self._labels).squeeze(1)
         if smoothing:
@@ -62,15 +62,15 @@ class TileLoss:
         return torch.where(self._valid, self._sums.log().add_(largest).squeeze(1) - target, 0)
 
     def logit_gradient(self, upstream: torch.Tensor) -> torch.Tensor:
-        """The gradient of the logits for a gradient per token; spends the buffer."""
+        """Return the gradient of the logits for one upstream gradient per token. Uses up the buffer: call it once."""
         options = self._options
         gradient = self._exponentials.div_(self._sums)
         on_target = torch.full_like(self._sums, options.label_smoothing - 1)
         gradient.scatter_add_(1, self._labels, on_target)
         if options.label_smoothing:
             gradient.sub_(options.label_smoothing / gradient.shape[1])
-        if self._bent is not None:
-            gradient.mul_(self._bent.square_().neg_().add_(1))
+        if self._tanh is not None:
+            gradient.mul_(self._tanh.square_().neg_().add_(1))
         factor = torch.where(self._valid, upstream.to(gradient.dtype), 0)
         if options.logit_scale is not None:
             factor = factor * options.logit_scale

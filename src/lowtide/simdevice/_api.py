@@ -1,4 +1,4 @@
-"""What users call. The device itself is C++ (`csrc/`); this module holds its settings and shows its figures."""
+"""The public functions. The device itself is C++ (`csrc/`); this module sets it up and reads its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnViolation = Literal["record", "raise"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The device's hardware. The rates are round figures of a small accelerator, not of any product."""
+    """The device's hardware. The rates are round figures for a small accelerator, not taken from any product."""
 
     memory: int = 512 * 1024**2
     """Capacity in bytes."""
@@ -38,7 +38,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "h2d", "d2h"):
             rate = getattr(self, name)
-            if not rate > 0:  # which NaN is not, either
+            if not rate > 0:  # also refuses NaN
                 raise InvalidValueError(f"{name} must be a positive rate per second, got {rate!r}")
         if not (self.launch >= 0 and math.isfinite(self.launch)):
             raise InvalidValueError(f"launch must be a time in seconds, zero or more, got {self.launch!r}")
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """The device's figures since the last `reset()`; bytes that are live now are live whatever was reset."""
+    """The device's figures since the last `reset()`; live bytes count whenever they were allocated."""
 
     live_bytes: int
     """Device bytes in use, rounded to 512 per block as CUDA's allocator does."""
@@ -101,7 +101,7 @@ def enable(
     launch: float | None = None,
     on_violation: OnViolation | None = None,
 ) -> Settings:
-    """Register the `sim` device with torch, or change its settings; returns the settings in force.
+    """Register the `sim` device with torch, or change its settings; return the settings in force.
 
     Call it before the first backward of the process: torch starts its backward threads then, for the devices it knows.
     The first call compiles the device unless this torch version has one in the cache, and starts from the defaults of
@@ -127,12 +127,12 @@ def enable(
 
 
 def is_enabled() -> bool:
-    """Whether `enable()` has been called in this process."""
+    """Return whether `enable()` has been called in this process."""
     return _build.loaded() is not None
 
 
 def stats() -> Stats:
-    """The device's figures now. The host waits for nothing."""
+    """Return the device's figures now, without waiting for the device."""
     return Stats(**_build.library().stats())
 
 
@@ -142,7 +142,7 @@ def reset() -> None:
 
 
 def violations() -> list[Violation]:
-    """The rules that were broken since the last `reset()`, in order."""
+    """Return the rules that were broken since the last `reset()`, in order."""
     return [Violation(*record) for record in _build.library().violations()]
 
 

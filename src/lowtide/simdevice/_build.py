@@ -1,7 +1,7 @@
-"""Compiles the device on first use and keeps it per torch version.
+"""Compiles the device on first use, and caches it per torch version.
 
 The compiled library lies in the user's cache directory under a key made of torch's version, Python's ABI and the
-sources, so that a new torch or a changed source never meets an old binary. Processes that start together take turns
+sources, so that a new torch or a changed source never uses an old binary. Processes that start together take turns
 with a file lock that the kernel drops when its holder dies; a build that was killed is simply done again.
 """
 
@@ -38,7 +38,7 @@ _FLAGS = ("-O1", "-g0", "-std=c++20")
 
 @dataclasses.dataclass(frozen=True)
 class Toolchain:
-    """What a build of the device would find here."""
+    """The tools that a build of the device would find here."""
 
     compiler: str | None
     ninja: str | None
@@ -54,32 +54,34 @@ def toolchain() -> Toolchain:
 
 
 def loaded() -> ModuleType | None:
-    """The device's library if this process has loaded it and registered the device."""
+    """Return the device's library if this process has loaded it and registered the device, else None."""
     library = sys.modules.get(_NAME)
     return library if library is not None and library.is_registered() else None
 
 
 def library() -> ModuleType:
-    """The device's library, which must be loaded."""
+    """Return the device's library; raise if it is not loaded."""
     found = loaded()
     if found is None:
-        raise SimDeviceError("the sim device is not there yet: call lowtide.simdevice.enable() first")
+        raise SimDeviceError("the sim device is not enabled yet: call lowtide.simdevice.enable() first")
     return found
 
 
 def load() -> ModuleType:
-    """The device's library, built first if need be."""
+    """Load the device's library, and build it first if the cache does not hold it."""
     directory = cache_directory()
     library = directory / f"{_NAME}.so"
     if not _is_complete(directory):
-        with _turn(directory):
+        with _build_lock(directory):
             if not _is_complete(directory):  # nobody was faster
                 _compile(directory)
                 (directory / "complete").touch()
     try:
         return _import(library)
     except ImportError as error:
-        raise SimBuildError(f"{library} does not load ({error}): delete {directory}, and it is built again") from error
+        raise SimBuildError(
+            f"{library} cannot be loaded ({error}): delete {directory}, and it will be built again"
+        ) from error
 
 
 def _is_complete(directory: Path) -> bool:
@@ -87,7 +89,7 @@ def _is_complete(directory: Path) -> bool:
 
 
 def cache_directory() -> Path:
-    """Where the library for this torch, Python and source lies."""
+    """Return the directory that caches the library for this torch, Python and source."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
@@ -104,12 +106,12 @@ def _ninja() -> str | None:
 
 
 def _search_path() -> str:
-    """An environment that is not activated has ninja beside its Python, but not on the path."""
+    """Return PATH with the environment's scripts, where ninja is even if the environment is not activated."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
 @contextlib.contextmanager
-def _turn(directory: Path) -> Iterator[None]:
+def _build_lock(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "turn").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -118,7 +120,7 @@ def _turn(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """Torch looks for it on the path of the process."""
+    """Let torch find ninja, which it looks for on the PATH of the process."""
     before = os.environ.get("PATH")
     os.environ["PATH"] = _search_path()
     try:
@@ -135,7 +137,9 @@ def _compile(directory: Path) -> None:
     from torch.utils import cpp_extension
 
     # Once per torch version, and long enough that silence would look like a hang.
-    sys.stderr.write(f"lowtide: building the emulated device for torch {torch.__version__}, about a minute, once\n")
+    sys.stderr.write(
+        f"lowtide: building the emulated device for torch {torch.__version__} (once, takes about a minute)\n"
+    )
     (directory / "lock").unlink(missing_ok=True)  # torch's own, left behind if a build was killed
     try:
         with _ninja_on_path():
@@ -157,7 +161,7 @@ def _check_tools() -> None:
     if _compiler() is None:
         wanted = os.environ.get("CXX", "c++")
         raise SimBuildError(
-            f"the emulated device is C++ and there is no compiler: {wanted!r} and 'g++' were not found. "
+            f"the emulated device has to be compiled, and no C++ compiler was found: neither {wanted!r} nor 'g++'. "
             "Install one (Debian: apt install g++), or point CXX at one that understands C++20"
         )
     if _ninja() is None:

@@ -1,9 +1,7 @@
-"""Collectives for `sim` tensors: staged through the host and carried by gloo.
+"""Registers the compiled device with torch, once per process: the device, `torch.sim`, and its collectives.
 
-The backend is called `sim_gloo`. `init_process_group("cpu:gloo,sim:sim_gloo")` makes a group that takes tensors of both
-kinds, which is what DDP wants.
-
-Makes the compiled device known to torch, once per process.
+Collectives of `sim` tensors are staged through the host and run by gloo. Their backend is called `sim_gloo`:
+`init_process_group("cpu:gloo,sim:sim_gloo")` makes a group for tensors of both kinds, which is what DDP needs.
 """
 
 from __future__ import annotations
@@ -30,20 +28,6 @@ BACKEND = "sim_gloo"
 _NAME = "sim"
 
 
-def _register_collectives(library: ModuleType) -> None:
-    """Tell torch.distributed about the backend, unless this torch is built without it."""
-    if not dist.is_available():
-        return
-
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
-
-        gloo = ProcessGroupGloo(PrefixStore(BACKEND, store), rank, size, timeout)
-        return library.stage_through_host(gloo)
-
-    dist.Backend.register_backend(BACKEND, create, devices=["sim"])
-
-
 def register() -> ModuleType:
     """Load the library, take torch's PrivateUse1 slot under the name `sim`, and install `torch.sim`."""
     _check_slot_is_free()
@@ -60,11 +44,25 @@ def register() -> ModuleType:
     return library
 
 
+def _register_collectives(library: ModuleType) -> None:
+    """Register the backend with torch.distributed, unless this torch is built without it."""
+    if not dist.is_available():
+        return
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+        gloo = ProcessGroupGloo(PrefixStore(BACKEND, store), rank, size, timeout)
+        return library.stage_through_host(gloo)
+
+    dist.Backend.register_backend(BACKEND, create, devices=["sim"])
+
+
 def _check_slot_is_free() -> None:
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", _NAME):
         raise SimDeviceError(
-            f"torch has one slot for an out-of-tree device, and {taken!r} holds it in this process: "
+            f"torch has one slot for an out-of-tree device, and {taken!r} has taken it in this process: "
             "use the sim device in a process that does not load that backend"
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -1,6 +1,6 @@
 """`torch.sim`: the module that torch and its users expect of a device (`torch.get_device_module("sim")`).
 
-Most of it says in the device's own name what `torch.accelerator` says for whatever accelerator there is.
+Most of it repeats, under the device's name, what `torch.accelerator` offers for whichever accelerator there is.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def set_device(device: torch.device | int | str) -> None:
 
 
 def device(device: torch.device | int | str | None = None) -> AbstractContextManager[None]:
-    """A context in which `device` is current; there is only one."""
+    """Return a context in which `device` is current; there is only one."""
     _index(device)
     return contextlib.nullcontext()
 
@@ -79,7 +79,7 @@ def get_device_name(device: torch.device | int | str | None = None) -> str:
 
 
 def get_device_capability(device: torch.device | int | str | None = None) -> tuple[int, int]:
-    """No compute capability of any product."""
+    """Return (0, 0), which no product has."""
     _index(device)
     return (0, 0)
 
@@ -98,7 +98,7 @@ def is_current_stream_capturing() -> bool:
 
 
 def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """A context in which `stream` is current."""
+    """Return a context in which `stream` is current."""
     return contextlib.nullcontext() if stream is None else stream
 
 

@@ -1,4 +1,4 @@
-"""`lowtide.tile`: token-wise compute in tiles, one tile's intermediates at a time."""
+"""`lowtide.tile`: runs token-wise functions in tiles, so that one tile's intermediates exist at a time."""
 
 from __future__ import annotations
 

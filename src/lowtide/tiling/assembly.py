@@ -1,9 +1,10 @@
-"""Whole tensors that are filled tile by tile: outputs in forward, gradients of inputs in backward.
+"""Fills full tensors tile by tile: outputs in forward, the gradients of inputs in backward.
 
-Joining all tiles at the end would hold everything twice. So a tile's output is copied into the whole as soon as it is
-there, and a stand-in takes its place in the graph: a tensor of the same shape without memory. The node that hands out
-the whole is connected to the stand-ins, and gives each its part of the gradient. Input gradients land the same way, the
-other way round.
+Concatenating all tiles at the end would hold everything twice. So a tile's output is copied into the full output as
+soon as it is there, and a placeholder takes its place in the graph: a tensor of the same shape without memory. The node
+that returns the full output (`_Assemble`) is connected to the placeholders, and gives each its part of the gradient.
+The gradients of inputs are collected the same way in the other direction: each tile writes its part into a
+`GradBuffer`, and a placeholder flows on.
 """
 
 from __future__ import annotations
@@ -21,66 +22,37 @@ if TYPE_CHECKING:
     from lowtide.tiling.tile import TokenGrid
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_zeros(()).expand(tensor.shape)  # not empty: anomaly detection looks for NaN
-
-
-class _StoreTile(torch.autograd.Function):
-    """A tile's output -> its stand-in, after it was copied."""
-
-    @staticmethod
-    def forward(_ctx: Any, output: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        place.copy_(output)
-        return _stand_in(output)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
-class _Assemble(torch.autograd.Function):
-    """Stand-ins -> the whole that they stand for."""
-
-    @staticmethod
-    def forward(ctx: Any, column: _Column, *_stand_ins: torch.Tensor) -> torch.Tensor:
-        ctx.parts = column.parts_of
-        return column.whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, *ctx.parts(gradients[0])
-
-
 class Outputs:
-    """The outputs of a call, tensor by tensor; any nesting, each tensor with a row per token."""
+    """Collects the outputs of a call from its tiles; any nesting, each tensor with a row per token."""
 
     def __init__(self, grid: TokenGrid, name: str) -> None:
         self._grid = grid
         self._name = name
         self._tree: TensorTree | None = None
-        self._columns: list[_Column] = []
+        self._tensors: list[_Output] = []
 
     def add(self, index: int, output: Any) -> None:
-        """What one tile gave."""
+        """Add what one tile returned."""
         tensors, tree = flatten(output)
         if self._tree is None:
             self._tree = tree
-            self._columns = [
-                _Column(self._grid, tensor, f"{self._name}: output {number}") for number, tensor in enumerate(tensors)
+            self._tensors = [
+                _Output(self._grid, tensor, f"{self._name}: output {number}") for number, tensor in enumerate(tensors)
             ]
-        if len(tensors) != len(self._columns):
+        if len(tensors) != len(self._tensors):
             raise NotTokenWiseError(
                 f"{self._name} cannot be tiled: its tiles return different numbers of tensors. Only token-wise "
-                "functions can be"
+                "functions can be tiled"
             )
-        for column, tensor in zip(self._columns, tensors, strict=True):
-            column.put(index, tensor)
+        for output_tensor, tensor in zip(self._tensors, tensors, strict=True):
+            output_tensor.add(index, tensor)
 
-    def finished(self) -> Any:
-        return self._tree.unflatten(tuple(column.finished() for column in self._columns))  # type: ignore[union-attr]
+    def assemble(self) -> Any:
+        """Return the outputs of the whole call."""
+        return self._tree.unflatten(tuple(tensor.assemble() for tensor in self._tensors))  # type: ignore[union-attr]
 
 
-class _Column:
+class _Output:
     """One tensor of the outputs."""
 
     def __init__(self, grid: TokenGrid, first: torch.Tensor, name: str) -> None:
@@ -89,37 +61,77 @@ class _Column:
         self._has_batch = first.shape[: grid.dim + 1] == (*grid.flat_lead[:-1], grid.sizes[0])
         self._dim = grid.dim if self._has_batch else 0  # flattened by the module itself, as router logits are
         if first.shape[: self._dim + 1][-1:] != (grid.sizes[0],):
-            raise self._refusal(first, 0)
+            raise self._shape_error(first, 0)
         shape = list(first.shape)
         shape[self._dim] = grid.count
-        self.whole = first.new_empty(shape)
-        self._stand_ins: list[tuple[int, torch.Tensor]] = []
+        self.full = first.new_empty(shape)
+        self._placeholders: list[tuple[int, torch.Tensor]] = []
 
-    def put(self, index: int, output: torch.Tensor) -> None:
-        place = self._grid.part(self.whole, index, self._dim)
-        if output.shape != place.shape or output.dtype != place.dtype:
-            raise self._refusal(output, index)
+    def add(self, index: int, output: torch.Tensor) -> None:
+        part = self._grid.part(self.full, index, self._dim)
+        if output.shape != part.shape or output.dtype != part.dtype:
+            raise self._shape_error(output, index)
         if output.requires_grad:
-            self._stand_ins.append((index, _StoreTile.apply(output, place)))  # type: ignore[no-untyped-call]
+            self._placeholders.append((index, _StoreTile.apply(output, part)))  # type: ignore[no-untyped-call]
         else:
-            place.copy_(output)
+            part.copy_(output)
 
-    def parts_of(self, gradient: torch.Tensor) -> list[torch.Tensor]:
-        return [self._grid.part(gradient, index, self._dim) for index, _ in self._stand_ins]
+    def split_gradient(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of the full output's gradient for the tiles that need one."""
+        return [self._grid.part(gradient, index, self._dim) for index, _ in self._placeholders]
 
-    def finished(self) -> torch.Tensor:
-        whole = self.whole
-        if self._stand_ins:
-            whole = _Assemble.apply(self, *(stand_in for _, stand_in in self._stand_ins))  # type: ignore[no-untyped-call]
-        del self.whole
-        self._stand_ins = [(index, whole.new_empty(0)) for index, _ in self._stand_ins]
-        return whole.reshape(*self._grid.lead, *whole.shape[self._dim + 1 :]) if self._has_batch else whole
+    def assemble(self) -> torch.Tensor:
+        full = self.full
+        if self._placeholders:
+            full = _Assemble.apply(self, *(placeholder for _, placeholder in self._placeholders))  # type: ignore[no-untyped-call]
+        del self.full
+        self._placeholders = [(index, full.new_empty(0)) for index, _ in self._placeholders]
+        return full.reshape(*self._grid.lead, *full.shape[self._dim + 1 :]) if self._has_batch else full
 
-    def _refusal(self, output: torch.Tensor, index: int) -> NotTokenWiseError:
+    def _shape_error(self, output: torch.Tensor, index: int) -> NotTokenWiseError:
         return NotTokenWiseError(
             f"{self._name} has the shape {tuple(output.shape)} for {self._grid.sizes[index]} tokens: no dimension that "
-            "counts tokens. Only token-wise functions can be tiled: reduce over tokens outside of it"
+            "counts tokens. Only token-wise functions can be tiled: move a reduction over tokens out of the function"
         )
+
+
+class _StoreTile(torch.autograd.Function):
+    """Copies a tile's output to its part of the full output, and returns a placeholder."""
+
+    @staticmethod
+    def forward(_ctx: Any, output: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        part.copy_(output)
+        return _placeholder(output)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _Assemble(torch.autograd.Function):
+    """Returns the full output, connected to the placeholders of its tiles."""
+
+    @staticmethod
+    def forward(ctx: Any, output: _Output, *_placeholders: torch.Tensor) -> torch.Tensor:
+        ctx.split_gradient = output.split_gradient
+        return output.full
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, *ctx.split_gradient(gradients[0])
+
+
+class GradSlice(torch.autograd.Function):
+    """A tile of an input, whose gradient is written into the input's `GradBuffer`."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: GradBuffer, index: int, tile: torch.Tensor) -> torch.Tensor:
+        ctx.buffer, ctx.index = buffer, index
+        return tile.view_as(tile)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, ctx.buffer.write(ctx.index, gradients[0])
 
 
 class GradBuffer:
@@ -128,49 +140,40 @@ class GradBuffer:
     def __init__(self, grid: TokenGrid, tensor: torch.Tensor) -> None:
         self._grid = grid
         self._shape = tensor.shape
-        self._whole: torch.Tensor | None = None
+        self._full: torch.Tensor | None = None
         self._backward = -1
-        self._landed: set[int] = set()
+        self._written: set[int] = set()
 
-    def put(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Copy a tile's gradient to its place; its stand-in goes on. A graph of gradients needs the thing itself."""
+    def write(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Copy a tile's gradient to its part, and return a placeholder; with `create_graph`, the gradient itself."""
         if torch.is_grad_enabled():
             return gradient
         backward = graph_task_id()
-        if self._whole is None or self._backward != backward:
-            self._whole = gradient.new_empty(*self._grid.flat_lead, *self._shape[len(self._grid.lead) :])
-            self._backward, self._landed = backward, set()
-        self._grid.part(self._whole, index, self._grid.dim).copy_(gradient)
-        self._landed.add(index)
-        return _stand_in(gradient)
+        if self._full is None or self._backward != backward:
+            self._full = gradient.new_empty(*self._grid.flat_lead, *self._shape[len(self._grid.lead) :])
+            self._backward, self._written = backward, set()
+        self._grid.part(self._full, index, self._grid.dim).copy_(gradient)
+        self._written.add(index)
+        return _placeholder(gradient)
 
     def take(self, gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """The whole gradient, from what the tiles' nodes were given for it."""
-        whole, self._whole = self._whole, None
+        """Return the full gradient and let go of it; `gradients` is what arrived from the tiles."""
+        full, self._full = self._full, None
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return None
-        if whole is None:
+        if full is None:
             sizes = [
                 [*present[0].shape[: self._grid.dim], size, *present[0].shape[self._grid.dim + 1 :]]
                 for size in self._grid.sizes
             ]
             pairs = zip(gradients, sizes, strict=True)
-            whole = torch.cat([present[0].new_zeros(size) if g is None else g for g, size in pairs], self._grid.dim)
+            full = torch.cat([present[0].new_zeros(size) if g is None else g for g, size in pairs], self._grid.dim)
         else:
-            for index in set(range(len(gradients))) - self._landed:
-                self._grid.part(whole, index, self._grid.dim).zero_()
-        return whole.reshape(self._shape)
+            for index in set(range(len(gradients))) - self._written:
+                self._grid.part(full, index, self._grid.dim).zero_()
+        return full.reshape(self._shape)
 
 
-class GradSlice(torch.autograd.Function):
-    """A tile of an input, whose gradient lands in the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, landing: GradBuffer, index: int, tile: torch.Tensor) -> torch.Tensor:
-        ctx.landing, ctx.index = landing, index
-        return tile.view_as(tile)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, ctx.landing.put(ctx.index, gradients[0])
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_zeros(()).expand(tensor.shape)  # not empty: anomaly detection looks for NaN

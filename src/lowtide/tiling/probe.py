@@ -1,16 +1,16 @@
-"""Tries out whether a module is token-wise: whether what it makes of a token depends on that token alone.
+"""Tests by experiment whether a module is token-wise: whether its output for a token depends on that token alone.
 
 A convolution, a norm over the sequence, a router with limited capacity or a position counted from the start would give
-wrong results in tiles, without an error. So before a module is first tiled, a few of its tokens are run in different
-company, and must come out the same:
+wrong results in tiles, without an error. So before a module is first tiled, a few of its tokens are run together with
+different ones, and must come out the same:
 
-- all others replaced by copies of the first, or of the last (neighbours and means change),
+- with all other tokens replaced by copies of the first, or of the last (neighbours and means change),
 - in the shape of the call, one place further to the front, and in reverse order,
-- in a crowd of copies of itself (experts overflow).
+- among many copies of one token (experts overflow).
 
-A module that changes its input in place, or leaves a tensor in an attribute (which would be that of the last tile), is
-refused as well. The trial runs on a twin of the module that shares its parameters and nothing else: no hook fires, no
-buffer changes, no random number is drawn, and no dispatch mode looks on.
+A module that changes its input in place is refused as well, and one that leaves a tensor in an attribute (it would be
+the last tile's). The experiment runs on a twin of the module that shares its parameters and nothing else: no hook
+fires, no buffer changes, no random number is drawn, and no dispatch mode sees it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from lowtide.tensor_tree import TensorTree
 
 LENGTH, ROWS = 16, 2
-"""The sample: so many tokens of the last token dimension, and so many of the others."""
+"""The size of the sample: tokens of the last token dimension, and rows of the other ones."""
 CROWD = 1024
+"""How many copies of one token run together."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3}
 _LOW_PRECISION = 1.5e-2
 
@@ -39,45 +40,45 @@ _LOW_PRECISION = 1.5e-2
 def check_token_wise(
     name: str, tiled: TiledFunction, args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
 ) -> None:
-    """Raise `NotTokenWiseError` if tokens of these arguments come out differently in other company."""
+    """Raise `NotTokenWiseError` if tokens of these arguments come out differently among different tokens."""
     tensors, tree = flatten((args, kwargs))
-    # Not in inference mode, where changes are not counted; and leaving that switches gradients on.
+    # Not in inference mode, where in-place changes are not counted; leaving that mode switches gradients on.
     with torch.inference_mode(mode=False), torch.no_grad(), no_dispatch_modes(), gathered(tiled):
-        if lead.numel() < 2:  # noqa: PLR2004  (a token without company; yet all ranks gather)
+        if lead.numel() < 2:  # noqa: PLR2004  (a lone token; the weights are gathered all the same, as all ranks must)
             return
         sample = _Sample(tensors, tree, lead)
-        suspect = _Trial(_twin_of(tiled), sample).find_fault()
-    if suspect is not None:
+        fault = _Experiment(_twin_of(tiled), sample).find_fault()
+    if fault is not None:
         kind = type(tiled.module or tiled.function).__name__
         raise NotTokenWiseError(
-            f"{name} ({kind}) cannot be tiled: {suspect}. Leave it out with a rule: 'tile(mlp); {name}: none'"
+            f"{name} ({kind}) cannot be tiled: {fault}. Leave it out with a rule: 'tile(mlp); {name}: none'"
         )
 
 
 class _Sample:
-    """A few tokens of a call, in its shape or flat, in any order."""
+    """A few tokens of a call, in the call's shape or flat in any order."""
 
     def __init__(self, tensors: list[torch.Tensor], tree: TensorTree, lead: torch.Size) -> None:
         self._tree = tree
-        self._is_cut = [tensor.shape[: len(lead)] == lead for tensor in tensors]
+        self._is_split = [tensor.shape[: len(lead)] == lead for tensor in tensors]
         corner = (*(slice(0, ROWS) for _ in lead[:-1]), slice(0, LENGTH))
         self._tensors = [
-            t.detach()[corner] if cut else t.detach() for t, cut in zip(tensors, self._is_cut, strict=True)
+            t.detach()[corner] if split else t.detach() for t, split in zip(tensors, self._is_split, strict=True)
         ]
-        self.lead = next(t for t, cut in zip(self._tensors, self._is_cut, strict=True) if cut).shape[: len(lead)]
+        self.lead = next(t for t, split in zip(self._tensors, self._is_split, strict=True) if split).shape[: len(lead)]
         self.count = self.lead.numel()
         self.random = RandomState(*tensors)
 
     def in_shape(self) -> tuple[Any, list[torch.Tensor]]:
-        """The arguments in the shape of the call, and the tensors in them."""
+        """Return the arguments in the shape of the call, and the tensors in them."""
         tensors = [tensor.clone() for tensor in self._tensors]
         return self._tree.unflatten(tuple(tensors)), tensors
 
     def flat(self, order: list[int]) -> tuple[Any, list[torch.Tensor]]:
-        """The arguments as a tile has them, with the tokens in this order."""
+        """Return the arguments as a tile gets them, with the tokens in this order, and the tensors in them."""
         tensors = []
-        for tensor, cut in zip(self._tensors, self._is_cut, strict=True):
-            if cut:
+        for tensor, split in zip(self._tensors, self._is_split, strict=True):
+            if split:
                 rows = tensor.reshape(self.count, *tensor.shape[len(self.lead) :])
                 tensor = rows[torch.tensor(order, device=tensor.device)]  # noqa: PLW2901
                 tensor = tensor.unsqueeze(0) if len(self.lead) > 1 else tensor  # noqa: PLW2901
@@ -85,28 +86,26 @@ class _Sample:
         return self._tree.unflatten(tuple(tensors)), tensors
 
 
-class _Trial:
+class _Experiment:
     def __init__(self, tiled: TiledFunction, sample: _Sample) -> None:
-        self._callee = tiled
+        self._tiled = tiled
         self._sample = sample
         self._changes_its_input = False
 
     def find_fault(self) -> str | None:
-        """Why the module cannot be tiled, in words."""
-        attributes = _tensor_attributes(self._callee.module)
+        """Return why the module cannot be tiled, in words; None if it can."""
+        attributes = _tensor_attributes(self._tiled.module)
         try:
             fault = self._find_dependence()
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            return f"a few of its tokens alone do not run through it ({type(error).__name__}: {error})"
+            return f"it fails on a few of its tokens alone ({type(error).__name__}: {error})"
         if self._changes_its_input:
             return "it changes its input in place"
-        left = [
-            name for name, value in _tensor_attributes(self._callee.module).items() if value != attributes.get(name)
-        ]
+        left = [name for name, value in _tensor_attributes(self._tiled.module).items() if value != attributes.get(name)]
         if fault is None and left:
-            return f"it leaves a tensor in its attribute {left[0]!r}, which would be that of the last tile"
+            return f"it leaves a tensor in its attribute {left[0]!r}, which would be the last tile's"
         return fault
 
     def _find_dependence(self) -> str | None:
@@ -116,8 +115,8 @@ class _Trial:
         for place in (0, count - 1):
             if self._differ(plain[place], self._rows([place] * count)[place]):
                 return "its output for a token depends on the other tokens"
-        if self._callee.module is not None:
-            self._callee.module.train(mode=False)  # dropout would draw other numbers for another shape
+        if self._tiled.module is not None:
+            self._tiled.module.train(mode=False)  # dropout would draw different numbers for a different shape
         plain, shaped = self._rows(every), self._rows(None)
         shifted, reverse = self._rows(every[1:]), self._rows(every[::-1])
         crowd = self._rows([0] * CROWD)
@@ -128,11 +127,11 @@ class _Trial:
         return "its output for a token depends on how many there are" if self._differ(plain[0], crowd[-1]) else None
 
     def _rows(self, order: list[int] | None) -> list[list[torch.Tensor]]:
-        """For each token, its part of every output: in this order as a tile, or in the shape of the call."""
+        """Return each token's part of every output, run as a tile in this order; None: in the shape of the call."""
         (args, kwargs), given = self._sample.in_shape() if order is None else self._sample.flat(order)
         versions = [version_of(tensor) for tensor in given]
         with self._sample.random.restored():
-            outputs, _ = flatten(self._callee.function(*args, **kwargs))
+            outputs, _ = flatten(self._tiled.function(*args, **kwargs))
         self._changes_its_input |= versions != [version_of(tensor) for tensor in given]
         count = self._sample.count if order is None else len(order)
         lead = (
@@ -149,7 +148,7 @@ class _Trial:
 
 
 def _by_token(output: torch.Tensor, lead: torch.Size, count: int) -> list[torch.Tensor]:
-    """The rows of an output: in the token dimensions of the call, or flattened by the module itself."""
+    """Return the rows of an output, in the token dimensions of the call or flattened by the module itself."""
     if output.shape[: len(lead)] == lead:
         output = output.reshape(count, *output.shape[len(lead) :])
     if output.shape[:1] != (count,):
@@ -161,7 +160,7 @@ def _are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return not torch.equal(one, two)
     if not (torch.isfinite(one).all() and torch.isfinite(two).all()):
-        return False  # nothing can be said
+        return False  # infinities and NaN prove nothing
     tolerance = _TOLERANCE.get(one.dtype, _LOW_PRECISION)
     if one.dtype is torch.float32 and one.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         tolerance = _TOLERANCE[torch.float16]
@@ -170,20 +169,20 @@ def _are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _twin_of(tiled: TiledFunction) -> TiledFunction:
-    """The function on a twin of its module, without hooks."""
+    """Return the function on a twin of its module, without hooks."""
     if tiled.module is None:
         return tiled
     twin: Any = _twin(tiled.module, {})
     if tiled.function is tiled.module:
         return TiledFunction(twin)
-    own = getattr(tiled.function, "__func__", type(tiled.module).forward)  # beneath whatever wraps it
+    own = getattr(tiled.function, "__func__", type(tiled.module).forward)  # the original below any wrapper
     return TiledFunction(own.__get__(twin), twin)
 
 
 def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Another module with the same parameters, copied buffers, no hooks, and twins for children."""
+    """Return a module with the same parameters, copied buffers, no hooks, and twins for children."""
     if module not in made:
-        twin = made[module] = object.__new__(module.__class__)  # FSDP2's own `__new__` builds another class
+        twin = made[module] = object.__new__(module.__class__)  # FSDP2's `__new__` builds a different class
         attributes = {
             name: type(value)() if name.endswith("_hooks") and isinstance(value, dict) else value
             for name, value in module.__dict__.items()
@@ -200,7 +199,7 @@ def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def _tensor_attributes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
-    """Which tensors a module and its parts hold in plain attributes, by identity and version."""
+    """Return the tensors that a module and its parts hold in plain attributes, as identities and versions."""
     inner = [] if module is None else list(module.named_modules())
     return {
         f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), _version(t)))
@@ -211,5 +210,5 @@ def _tensor_attributes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """What was made in inference mode counts no changes."""
+    """Return a tensor's version; inference tensors do not have one."""
     return 0 if tensor.is_inference() else version_of(tensor)

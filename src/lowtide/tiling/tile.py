@@ -1,15 +1,12 @@
-"""The public function.
+"""`lowtide.tile`: the public function, the size of a tile, and the grid of tokens that tiles are cut from.
 
-How many tokens make a tile, if nobody says so.
-
-The intermediates of a tile should come to about 1 GiB: large enough that every matrix product keeps an accelerator busy
-(8 000 to 32 000 tokens for the usual models), and small beside what it replaces. What a token takes is estimated from
-the module: the outputs of all its linear layers, and of as many experts as a token is sent to.
-
-The tokens of one call: how they are laid out, and how they are cut into tiles.
-
-Everything but the last dimension of the input counts tokens. Tiles are contiguous runs of them, and keep a batch
+Everything but the last dimension of the input counts tokens. Tiles are contiguous runs of tokens, and keep a batch
 dimension of one if there was a batch: a tile of `[4, 1000, 64]` is `[1, t, 64]`.
+
+By default, the intermediates of a tile should take about 1 GiB: large enough that every matrix product keeps an
+accelerator busy (8 000 to 32 000 tokens for the usual models), and small beside what it replaces. How much a token
+takes is estimated from the module: the outputs of all its linear layers, and of as many experts as a token is routed
+to.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import torch
 from lowtide._torch import disable_dynamo, parameters_of
 from lowtide.counters import TileLedger
 from lowtide.errors import InvalidValueError
-from lowtide.tiling.tiled_function import TiledFunction, most_of_all_ranks
+from lowtide.tiling.tiled_function import TiledFunction, max_over_ranks
 from lowtide.tiling.tiler import run_tiles
 from lowtide.units import parse_tokens
 
@@ -35,6 +32,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TILE_BYTES = 1024**3
+"""The intermediates of a tile, if no size is given."""
+
+_DEFAULT_EXPANSION = 8
+"""A function that is not a module is assumed to make intermediates of eight times its input."""
+
 
 def tile(
     function: Callable[..., T],
@@ -44,19 +47,18 @@ def tile(
     accumulate: Accumulate = "auto",
     **kwargs: Any,
 ) -> T:
-    """`function(x, *args, **kwargs)` in tiles of about `tokens` tokens; only one tile's intermediates live at a time.
+    """Run `function(x, *args, **kwargs)` in tiles of about `tokens` tokens; one tile's intermediates live at a time.
 
-    `function` is any token-wise module or function: what it makes of a token depends on that token alone. All
-    dimensions of `x` but the last count tokens; tensors among the other arguments that begin with the same dimensions
-    are cut along, the rest is passed to every tile as it is. Outputs may be nested; each tensor must have a row per
-    token.
+    `function` is any token-wise module or function: its output for a token depends on that token alone. All dimensions
+    of `x` but the last count tokens; tensors among the other arguments that begin with the same dimensions are split
+    along, and the rest is passed to every tile as it is. Outputs may be nested; each tensor must have a row per token.
 
     In backward each tile is run again, so the price is one more forward, unless a checkpoint around it runs the forward
     again anyway: then there is none. Gradients, hooks, DDP, FSDP2, dropout and autocast are as without tiles.
 
     `tokens="auto"` aims at 1 GiB of intermediates. `accumulate` says how a low-precision weight's gradient is summed
-    over tiles: `"float32"`, `"parameter"` (its own type), or `"auto"` (float32, unless the sums would take more than
-    3 GiB).
+    over tiles: `"float32"`, `"parameter"` (the weight's own type), or `"auto"` (float32, unless the sums would take
+    more than 3 GiB).
     """
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         raise InvalidValueError(f"tile needs a tensor whose last dimension holds features, got {type(x).__name__}")
@@ -80,14 +82,14 @@ def tile_call(
     shards: int | None = None,
     accumulate: Accumulate = "auto",
 ) -> Any:
-    """One call, in tiles if it is long enough.
+    """Run one call, in tiles if it is long enough.
 
-    With FSDP2 units inside it goes through the tiler even as one tile: all ranks must run the same collectives. ZeRO-3
-    gathers weights for each tile anew, so there the ranks agree on a number of tiles; some may be empty.
+    With FSDP2 modules inside, it goes through the tiler even as one tile: all ranks must run the same collectives.
+    ZeRO-3 gathers weights again for each tile, so there the ranks agree on a number of tiles; some may be empty.
     """
     tiles = tile_count(x, tiled.module, tokens, shards)
     if tiled.has_partitioned_weights():
-        tiles = most_of_all_ranks(tiles, tiled, x.device)
+        tiles = max_over_ranks(tiles, tiled, x.device)
     if x.dim() == 1 or (tiles == 1 and not tiled.fsdp_modules()):
         ledger.calls += 1
         ledger.tiles += 1
@@ -95,14 +97,8 @@ def tile_call(
     return run_tiles(tiled, args, kwargs, TokenGrid(x.shape[:-1], tiles), ledger, accumulate)
 
 
-TILE_BYTES = 1024**3
-
-_WIDTH_OF_A_FUNCTION = 8
-"""What is assumed of a function that is no module: intermediates of eight times its input."""
-
-
 def tile_count(x: torch.Tensor, module: nn.Module | None, tokens: int | str | None, shards: int | None) -> int:
-    """The number of tiles for an input: given, or from the tokens of a tile, or from bytes."""
+    """Return the number of tiles for an input: as given, or from the tokens of a tile, or from `TILE_BYTES`."""
     count = x.shape[:-1].numel()
     if shards is not None:
         return max(1, min(shards, count))
@@ -113,14 +109,14 @@ def tile_count(x: torch.Tensor, module: nn.Module | None, tokens: int | str | No
 
 
 def tokens_per_tile(x: torch.Tensor, module: nn.Module | None) -> int:
-    """The default."""
+    """Return how many tokens have intermediates of `TILE_BYTES`."""
     width = _width(module) if module is not None else 0
-    width = width or _WIDTH_OF_A_FUNCTION * x.shape[-1]
+    width = width or _DEFAULT_EXPANSION * x.shape[-1]
     return max(1, TILE_BYTES // (width * x.element_size()))
 
 
 def _width(module: nn.Module) -> int:
-    """Numbers that one token makes on its way through a module."""
+    """Estimate how many numbers a module computes for one token."""
     experts, used = 1, 1
     width = 0
     for inner in module.modules():
@@ -129,7 +125,7 @@ def _width(module: nn.Module) -> int:
         if isinstance(features, int):
             width += features
         for weight in parameters_of(inner).values():
-            if weight is not None and weight.dim() == 3:  # noqa: PLR2004  (all experts in one)
+            if weight is not None and weight.dim() == 3:  # noqa: PLR2004  (all experts in one tensor)
                 experts = max(experts, weight.shape[0])
                 width += weight.shape[0] * max(weight.shape[1:])
         lists = [child for child in inner.children() if type(child).__name__ == "ModuleList"]
@@ -138,7 +134,7 @@ def _width(module: nn.Module) -> int:
 
 
 class TokenGrid:
-    """The token dimensions of a call, and the sizes of its tiles."""
+    """The token dimensions of a call (`lead`), and the sizes of its tiles."""
 
     def __init__(self, lead: torch.Size, tiles: int) -> None:
         self.lead = lead
@@ -149,24 +145,24 @@ class TokenGrid:
         self.dim = len(self.flat_lead) - 1
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a row for each token; such tensors are cut along with the input."""
+        """Return whether a tensor has a row for each token; such tensors are split along with the input."""
         return tensor.shape[: len(self.lead)] == self.lead
 
-    def cut(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tiles of a tensor that covers the tokens.
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tiles of a tensor that covers the tokens.
 
-        Each is a plain tensor to look at: a batch dimension of one keeps no trace of the whole in its stride, by which
-        torch chooses how to multiply. A tile must look the same when it is run again.
+        The stride of a tile's batch dimension of one keeps no trace of the full tensor's: torch chooses kernels by
+        strides, and a tile must look the same when it is run again.
         """
         flat = tensor.reshape(*self.flat_lead, *tensor.shape[len(self.lead) :])
         return tuple(part.view(part.shape) for part in torch.split(flat, self.sizes, self.dim))
 
     def part(self, flat: torch.Tensor, index: int, dim: int) -> torch.Tensor:
-        """The rows of one tile in a tensor that has the tokens in one dimension."""
+        """Return the rows of one tile in a tensor that has all tokens in the dimension `dim`."""
         return flat.narrow(dim, self.starts[index], self.sizes[index])
 
 
 def _even_sizes(count: int, tiles: int) -> list[int]:
-    """Sizes that differ by one at most: a short last tile would cost as many launches as a whole one."""
+    """Return sizes that differ by one at most: a short last tile would cost as many launches as a full one."""
     small, larger = divmod(count, tiles)
     return [small + 1] * larger + [small] * (tiles - larger)

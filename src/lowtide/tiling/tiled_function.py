@@ -1,11 +1,10 @@
-"""The function that is tiled, and the module whose weights it uses.
+"""The function that is tiled, the module whose weights it uses, and what happens to weights that ranks share.
 
-Weights that other ranks hold parts of.
+FSDP2 modules inside a tiled function stay unsharded while the tiles run, in forward and in backward: otherwise every
+tile would gather every weight again. It also makes the collectives of a call the same whatever the number of its tiles,
+so that ranks with sequences of different lengths stay in step. FSDP2 modules around the function need no care.
 
-FSDP2 units inside a tiled function stay unsharded while the tiles run, forward and backward.
-
-Else every tile would gather every weight again. It also makes the collectives of a call the same whatever the number of
-its tiles, so that ranks with sequences of different lengths meet. Units around it need no care.
+DeepSpeed ZeRO-3 gathers its partitioned weights in hooks of the modules that use them; those run for each tile.
 """
 
 from __future__ import annotations
@@ -26,8 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+_SETTING = "_lowtide_reshards_after_backward"
+"""The attribute that keeps a group's own setting while tiles run. It is still there if a backward failed meanwhile."""
+
+
 class Weight(NamedTuple):
-    """A weight as it was in forward, and where a module holds it."""
+    """A weight as it was in forward, and the dictionary in which a module holds it."""
 
     held_by: dict[str, Any]
     name: str
@@ -36,7 +39,7 @@ class Weight(NamedTuple):
 
 
 class TiledFunction:
-    """A function, with its module if there is one: itself, the one whose method it is, or the one that is given."""
+    """A function and its module, if there is one: `module`, the function itself, or the object it is a method of."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module | None = None) -> None:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
@@ -44,9 +47,10 @@ class TiledFunction:
         self.module = owner if module is None and isinstance(owner, nn.Module) else module
 
     def fsdp_modules(self) -> list[Any]:
-        """The FSDP2 units that gather their weights when the function is called.
+        """Return the FSDP2 modules that gather their weights when the function is called.
 
-        The module's own hooks belong to that if it is called itself, and not if its `forward` is, from within them.
+        The module itself is among them if it is what is called, and not if its `forward` is called from within its
+        hooks.
         """
         if self.module is None or "torch.distributed.fsdp" not in sys.modules:
             return []
@@ -56,18 +60,18 @@ class TiledFunction:
         return [inner for inner in called if isinstance(inner, FSDPModule)]
 
     def has_fsdp_modules(self) -> bool:
-        """Whether the module or a part of it is an FSDP2 unit."""
+        """Return whether the module or a part of it is an FSDP2 module."""
         return self.module is not None and bool(TiledFunction(self.module).fsdp_modules())
 
     def weights(self) -> list[Weight]:
-        """The weights that are there all the time: not those that units gather, nor those that ZeRO-3 hands out."""
+        """Return the weights that are always there: not those that FSDP2 modules or ZeRO-3 gather."""
         if self.module is None:
             return []
-        elsewhere = {id(inner) for unit in self.fsdp_modules() for inner in unit.modules()}
+        gathered = {id(inner) for fsdp_module in self.fsdp_modules() for inner in fsdp_module.modules()}
         return [
             Weight(parameters_of(inner), name, weight, version_of(weight))
             for inner in self.module.modules()
-            if id(inner) not in elsewhere
+            if id(inner) not in gathered
             for name, weight in parameters_of(inner).items()
             if weight is not None and not is_partitioned(weight)
         ]
@@ -77,48 +81,49 @@ class TiledFunction:
 
 
 def is_partitioned(weight: torch.Tensor) -> bool:
-    """DeepSpeed ZeRO-3 marks the weights that it keeps in pieces and gathers in hooks."""
+    """Return whether DeepSpeed ZeRO-3 partitions a weight: it marks those that it gathers in hooks."""
     return hasattr(weight, "ds_id")
 
 
 def is_zero3_sharded(weight: torch.Tensor) -> bool:
-    """Whether ZeRO-3 holds it in pieces right now: it has not gathered it for a module that runs."""
+    """Return whether ZeRO-3 holds a weight in shards right now, not gathered for a module that runs."""
     return is_partitioned(weight) and not weight.ds_active_sub_modules  # type: ignore[attr-defined]
 
 
 def check_unchanged(weights: list[Weight], name: str) -> None:
-    """What autograd does for saved tensors: a weight that was changed since forward would give a wrong gradient."""
+    """Raise if a weight was changed since forward, as autograd does for saved tensors: gradients would be wrong."""
     for weight in weights:
         if version_of(weight.tensor) != weight.version:
             raise InPlaceError(
                 f"{name}: the weight {weight.name!r} was modified by an inplace operation between forward and backward "
-                f"(version {weight.version}, now {version_of(weight.tensor)}): change weights after backward"
+                f"(it was at version {weight.version} and is now at version {version_of(weight.tensor)}). Update "
+                "weights after backward"
             )
 
 
 @contextlib.contextmanager
 def gathered(tiled: TiledFunction) -> Iterator[None]:
-    """All weights are whole inside, whether or not anything is called: those of FSDP2 units, and ZeRO-3's.
+    """Gather all weights inside, FSDP2's and ZeRO-3's, whether or not anything is called.
 
-    What ZeRO-3 holds whole for a module that runs right now stays with it: all of them if the module is one of its
+    What ZeRO-3 has gathered for a module that runs right now is left to it: all weights, if the module is one of its
     leaves, as mixtures of experts are.
     """
     sharded = [
-        unit for unit in tiled.fsdp_modules() if not all(group.is_unsharded for group in fsdp_param_groups([unit]))
+        module for module in tiled.fsdp_modules() if not all(g.is_unsharded for g in fsdp_param_groups([module]))
     ]
     with contextlib.ExitStack() as stack:
-        for unit in sharded:
-            unit.unshard()
-            stack.callback(unit.reshard)
+        for module in sharded:
+            module.unshard()
+            stack.callback(module.reshard)
         weights = [] if tiled.module is None else tiled.module.parameters()
-        if in_pieces := [weight for weight in weights if is_zero3_sharded(weight)]:
+        if zero3_sharded := [weight for weight in weights if is_zero3_sharded(weight)]:
             deepspeed = importlib.import_module("deepspeed")
-            stack.enter_context(deepspeed.zero.GatheredParameters(in_pieces))
+            stack.enter_context(deepspeed.zero.GatheredParameters(zero3_sharded))
         yield
 
 
-def most_of_all_ranks(number: int, tiled: TiledFunction, device: torch.device) -> int:
-    """The largest number that a rank brings along, of those that share the weights."""
+def max_over_ranks(number: int, tiled: TiledFunction, device: torch.device) -> int:
+    """Return the largest `number` of all ranks that share the partitioned weights."""
     group = next(weight.ds_process_group for weight in tiled.module.parameters() if is_partitioned(weight))  # type: ignore[union-attr]
     agreed = torch.tensor(number, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
@@ -126,10 +131,10 @@ def most_of_all_ranks(number: int, tiled: TiledFunction, device: torch.device) -
 
 
 @contextlib.contextmanager
-def unsharded_in_forward(units: list[Any]) -> Iterator[None]:
-    """Units that are gathered inside stay so until the end."""
-    groups = fsdp_param_groups(units)
-    _mend(groups)
+def unsharded_in_forward(fsdp_modules: list[Any]) -> Iterator[None]:
+    """Keep FSDP2 modules that are gathered inside unsharded until the end."""
+    groups = fsdp_param_groups(fsdp_modules)
+    _restore_setting(groups)
     before = [group.post_forward_mesh_info for group in groups]
     for group in groups:
         group.post_forward_mesh_info = None  # what `set_reshard_after_forward(False)` sets; it cannot be read back
@@ -142,31 +147,27 @@ def unsharded_in_forward(units: list[Any]) -> Iterator[None]:
                 group.reshard()
 
 
-_BEFORE = "_lowtide_reshards_after_backward"
-"""Where a group keeps its own setting while tiles run. It is still there if a backward failed in between."""
-
-
 class UnshardedInBackward:
-    """The same for backward, which has no block of code around it: begun with the first tile, ended with the last."""
+    """Keeps FSDP2 modules unsharded in backward, from the first tile (`begin`) to the last (`end`)."""
 
-    def __init__(self, units: list[Any]) -> None:
-        self._groups = fsdp_param_groups(units)
+    def __init__(self, fsdp_modules: list[Any]) -> None:
+        self._groups = fsdp_param_groups(fsdp_modules)
 
     def begin(self) -> None:
         for group in self._groups:
-            if not hasattr(group, _BEFORE):
-                setattr(group, _BEFORE, group.reshard_after_backward)
+            if not hasattr(group, _SETTING):
+                setattr(group, _SETTING, group.reshard_after_backward)
             group.reshard_after_backward = False
 
     def end(self) -> None:
-        _mend(self._groups)
+        _restore_setting(self._groups)
 
 
-def _mend(groups: list[Any]) -> None:
-    """Give groups back their own setting, and shard them if that says so."""
+def _restore_setting(groups: list[Any]) -> None:
+    """Give groups back their own setting, and reshard those that it tells to."""
     for group in groups:
-        if hasattr(group, _BEFORE):
-            group.reshard_after_backward = getattr(group, _BEFORE)
-            delattr(group, _BEFORE)
+        if hasattr(group, _SETTING):
+            group.reshard_after_backward = getattr(group, _SETTING)
+            delattr(group, _SETTING)
             if group.reshard_after_backward:
                 group.reshard()

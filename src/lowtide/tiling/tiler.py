@@ -1,14 +1,14 @@
-"""The graph-native tiler: a token-wise function runs tile by tile, and one tile's intermediates live at a time.
+"""Runs a token-wise function tile by tile as ordinary nodes of the graph; one tile's intermediates live at a time.
 
-Others hide the tiles in an `autograd.Function` that calls `.backward()` on each; then parameters' hooks fire per tile,
-and DDP, router losses and unused experts break. Here each tile is run in grad mode, so its nodes are in the graph like
-any others, and autograd itself sums the tiles: every hook fires once. Only what the nodes *save* is handled:
+Other tilers hide the tiles in an `autograd.Function` that calls `.backward()` on each; then parameters' hooks fire once
+per tile, and DDP, router losses and unused experts break. Here each tile is run in grad mode, so its nodes are in the
+graph like any others, and autograd itself sums the tiles: every hook fires once. Only what the nodes *save* is handled:
 
-- The inputs are saved first, once, by a node of their own. A checkpoint around the tiler thereby stops its recompute
+- The inputs are saved first, once, by a separate node. A checkpoint around the tiler therefore stops its recompute
   right there, before any tile is run again; a store around it sees the inputs and nothing else.
 - What a tile's nodes save is dropped and numbered. When backward asks for the first of them, the tile is run again
   under its random state and autocast, up to the last number, and what it saves is handed out. Backward asks tile by
-  tile, because autograd takes the youngest node first.
+  tile, because autograd runs the youngest node first.
 
 The saved inputs are unpacked once per backward for all tiles: torch's checkpoint refuses a second time.
 """
@@ -28,7 +28,7 @@ from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.assembly import GradBuffer, GradSlice, Outputs
 from lowtide.tiling.tiled_function import UnshardedInBackward, check_unchanged, unsharded_in_forward
-from lowtide.tiling.weight_grads import WeightGradAccumulator, swapped_in
+from lowtide.tiling.weight_grads import WeightGradAccumulator, replaced_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,24 +40,6 @@ if TYPE_CHECKING:
     from lowtide.tiling.weight_grads import Accumulate
 
 
-class Autocast:
-    """Autocast as it is now, without its cache of cast weights.
-
-    A cached cast belongs to one graph node, in which the tiles' gradients would be summed in low precision.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        kinds = [kind for kind in {device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
-        self._settings = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype in self._settings:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            yield
-
-
 def run_tiles(
     tiled: TiledFunction,
     args: tuple[Any, ...],
@@ -66,23 +48,23 @@ def run_tiles(
     ledger: TileLedger,
     accumulate: Accumulate = "auto",
 ) -> Any:
-    """The function of `args` and `kwargs`, with every tensor that has a row per token cut into tiles."""
+    """Run the function on `args` and `kwargs`, with every tensor that has a row per token split into tiles."""
     tensors, tree = flatten((args, kwargs))
     del args, kwargs
-    units = tiled.fsdp_modules()
+    fsdp_modules = tiled.fsdp_modules()
     outputs = Outputs(grid, ledger.name)
-    with unsharded_in_forward(units):
+    with unsharded_in_forward(fsdp_modules):
         if not torch.is_grad_enabled():
             _count(ledger, grid)
-            for index, tile in enumerate(_cut(tensors, grid)):
+            for index, tile in enumerate(_split(tensors, grid)):
                 args, kwargs = tree.unflatten(tile)
                 outputs.add(index, tiled.function(*args, **kwargs))
-            return outputs.finished()
-        tiles, inputs = _save(tensors, grid, units)
+            return outputs.assemble()
+        tiles, inputs = _save_inputs(tensors, grid, fsdp_modules)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
-        call = _Call(tiled, tree, inputs, Autocast(tensors[0].device), ledger)
+        call = _Call(tiled, tree, inputs, AutocastState(tensors[0].device), ledger)
         _run(call, tiles, WeightGradAccumulator(tiled, accumulate), outputs)
-        return outputs.finished()
+        return outputs.assemble()
 
 
 def _count(ledger: TileLedger, grid: TokenGrid) -> None:
@@ -90,32 +72,41 @@ def _count(ledger: TileLedger, grid: TokenGrid) -> None:
     ledger.tiles += len(grid.sizes)
 
 
-def _run(call: _Call, tiles: list[tuple[torch.Tensor, ...]], sums: WeightGradAccumulator, outputs: Outputs) -> None:
+def _run(
+    call: _Call, tiles: list[tuple[torch.Tensor, ...]], weight_grads: WeightGradAccumulator, outputs: Outputs
+) -> None:
     before = RandomState(*tiles[0])
     for index, tensors in enumerate(tiles):
         tile = _Tile(call, index)
         args, kwargs = call.tree.unflatten(tensors)
-        with sums.used(), call.autocast.restored(), torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack):
+        with (
+            weight_grads.accumulating(),
+            call.autocast.restored(),
+            torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack),
+        ):
             outputs.add(index, call.tiled.function(*args, **kwargs))
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
 
 
-def _cut(tensors: list[torch.Tensor], grid: TokenGrid) -> list[tuple[torch.Tensor, ...]]:
-    """The tensors of each tile: those with a row per token are cut, the others are the same for all."""
+def _split(tensors: list[torch.Tensor], grid: TokenGrid) -> list[tuple[torch.Tensor, ...]]:
+    """Return the tensors of each tile: those with a row per token are split, the others are the same for all."""
     tiles = len(grid.sizes)
-    columns = [grid.cut(tensor) if grid.covers(tensor) else [tensor] * tiles for tensor in tensors]
+    columns = [grid.split(tensor) if grid.covers(tensor) else [tensor] * tiles for tensor in tensors]
     return list(zip(*columns, strict=True))
 
 
-class _Unpacked:
-    """The saved inputs while a backward runs, cut into tiles. Begun by its first tile, ended by the node that saved."""
+# --- Inputs ---------------------------------------------------------------------------------------------------------
 
-    def __init__(self, units: list[Any]) -> None:
+
+class _UnpackedInputs:
+    """The saved inputs, split into tiles, while a backward runs: from its first tile until the node that saved them."""
+
+    def __init__(self, fsdp_modules: list[Any]) -> None:
         self.backward = -1
         self.tiles: list[tuple[torch.Tensor, ...]] = []
-        self._unsharded = UnshardedInBackward(units)
+        self._unsharded = UnshardedInBackward(fsdp_modules)
 
     def begin(self, backward: int, tiles: list[tuple[torch.Tensor, ...]]) -> None:
         self.backward, self.tiles = backward, tiles
@@ -127,85 +118,107 @@ class _Unpacked:
 
 
 class _Save(torch.autograd.Function):
-    """Saves all tensors, and hands on those that need a gradient: in tiles, if they have a landing for the gradient."""
+    """Saves all tensors, and returns those that need a gradient: in tiles, if they have a buffer for the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, unpacked: _Unpacked, landings: list[GradBuffer | None], grid: TokenGrid, *tensors: Any
+        ctx: Any, unpacked: _UnpackedInputs, buffers: list[GradBuffer | None], grid: TokenGrid, *tensors: Any
     ) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.unpacked, ctx.landings, ctx.tiles = unpacked, landings, len(grid.sizes)
+        ctx.unpacked, ctx.buffers, ctx.tiles = unpacked, buffers, len(grid.sizes)
         ctx.needs = ctx.needs_input_grad[3:]
-        handed_on: list[torch.Tensor] = []
-        for tensor, landing, needs in zip(tensors, landings, ctx.needs, strict=True):
+        returned: list[torch.Tensor] = []
+        for tensor, buffer, needs in zip(tensors, buffers, ctx.needs, strict=True):
             if needs:
-                handed_on += [tensor.view_as(tensor)] if landing is None else grid.cut(tensor)
-        return tuple(handed_on)
+                returned += [tensor.view_as(tensor)] if buffer is None else grid.split(tensor)
+        return tuple(returned)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.unpacked.end()
         given = iter(gradients)
         found: list[torch.Tensor | None] = []
-        for landing, needs in zip(ctx.landings, ctx.needs, strict=True):
+        for buffer, needs in zip(ctx.buffers, ctx.needs, strict=True):
             if not needs:
                 found.append(None)
-            elif landing is None:
+            elif buffer is None:
                 found.append(next(given))
             else:
-                found.append(landing.take([next(given) for _ in range(ctx.tiles)]))
+                found.append(buffer.take([next(given) for _ in range(ctx.tiles)]))
         return None, None, None, *found
 
 
-def _save(
-    tensors: list[torch.Tensor], grid: TokenGrid, units: list[Any]
+def _save_inputs(
+    tensors: list[torch.Tensor], grid: TokenGrid, fsdp_modules: list[Any]
 ) -> tuple[list[tuple[torch.Tensor, ...]], _SavedInputs]:
-    """The tensors of each tile, and a way to have them again in backward."""
-    unpacked = _Unpacked(units)
+    """Save the inputs, and return the tensors of each tile and the way to have them again in backward."""
+    unpacked = _UnpackedInputs(fsdp_modules)
     needs = [tensor.requires_grad for tensor in tensors]
-    carrier = [] if any(needs) else [torch.empty(0, requires_grad=True)]  # a node needs one that requires a gradient
-    landings = [GradBuffer(grid, t) if t.requires_grad and grid.covers(t) else None for t in tensors]
-    given = _Save.apply(unpacked, [*landings, *[None] * len(carrier)], grid, *tensors, *carrier)  # type: ignore[no-untyped-call]
-    handed_on = iter(given)
+    extra = [] if any(needs) else [torch.empty(0, requires_grad=True)]  # a node needs one that requires a gradient
+    buffers = [GradBuffer(grid, t) if t.requires_grad and grid.covers(t) else None for t in tensors]
+    given = _Save.apply(unpacked, [*buffers, *[None] * len(extra)], grid, *tensors, *extra)  # type: ignore[no-untyped-call]
+    returned = iter(given)
     tiles = len(grid.sizes)
     columns: list[Sequence[torch.Tensor]] = []
-    for tensor, landing in zip(tensors, landings, strict=True):
-        if landing is not None:
-            columns.append([GradSlice.apply(landing, index, next(handed_on)) for index in range(tiles)])  # type: ignore[no-untyped-call]
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        if buffer is not None:
+            columns.append([GradSlice.apply(buffer, index, next(returned)) for index in range(tiles)])  # type: ignore[no-untyped-call]
         elif tensor.requires_grad:
-            columns.append([next(handed_on)] * tiles)
+            columns.append([next(returned)] * tiles)
         else:
-            columns.append(grid.cut(tensor) if grid.covers(tensor) else [tensor] * tiles)
+            columns.append(grid.split(tensor) if grid.covers(tensor) else [tensor] * tiles)
     return list(zip(*columns, strict=True)), _SavedInputs(given[0].grad_fn, unpacked, needs, grid)
 
 
 class _SavedInputs:
     """The inputs of a call. It holds the node that saved them; the tensors are wherever that node's hooks put them."""
 
-    def __init__(self, node: Any, unpacked: _Unpacked, needs_grad: list[bool], grid: TokenGrid) -> None:
+    def __init__(self, node: Any, unpacked: _UnpackedInputs, needs_grad: list[bool], grid: TokenGrid) -> None:
         self._node = node
         self._unpacked = unpacked
         self._needs_grad = needs_grad
         self._grid = grid
 
     def tile(self, index: int) -> tuple[torch.Tensor, ...]:
-        """The inputs of one tile, as leaves of a graph of their own. They are unpacked once per backward."""
+        """Return the inputs of one tile as leaves of a separate graph. They are unpacked once per backward."""
         backward = graph_task_id()
         if backward < 0 or self._unpacked.backward != backward:
             saved = [tensor.detach() for tensor in self._node.saved_tensors[: len(self._needs_grad)]]
-            self._unpacked.begin(backward, _cut(saved, self._grid))
-            if not any(self._needs_grad) and backward >= 0:  # no gradient will come by the node
+            self._unpacked.begin(backward, _split(saved, self._grid))
+            if not any(self._needs_grad) and backward >= 0:  # no gradient will reach the node
                 after_backward(self._unpacked.end)
         tensors = zip(self._unpacked.tiles[index], self._needs_grad, strict=True)
         return tuple(tensor.detach().requires_grad_(needs) for tensor, needs in tensors)
+
+
+# --- Calls and their tiles ------------------------------------------------------------------------------------------
+
+
+class AutocastState:
+    """The autocast settings of this moment, without autocast's cache of cast weights.
+
+    A cached cast is one node of the graph, in which the tiles' gradients would be summed in low precision.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = [kind for kind in {device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
+        self._settings = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set these settings inside."""
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self._settings:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            yield
 
 
 class _Call:
     """One call of a tiled function."""
 
     def __init__(
-        self, tiled: TiledFunction, tree: TensorTree, inputs: _SavedInputs, autocast: Autocast, ledger: TileLedger
+        self, tiled: TiledFunction, tree: TensorTree, inputs: _SavedInputs, autocast: AutocastState, ledger: TileLedger
     ) -> None:
         self.tiled = tiled
         self.tree = tree
@@ -217,18 +230,18 @@ class _Call:
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """The weights that forward used, unchanged, wherever they are now; and buffers that nobody counts up twice."""
+        """Let the module use the weights of its forward, which must be unchanged, and leave its buffers as they are."""
         check_unchanged(self._weights, self.ledger.name)
         before = None if self.tiled.module is None else Snapshot(self.tiled.module)
         try:
-            with swapped_in(self._weights, [weight.tensor for weight in self._weights]):
+            with replaced_weights(self._weights, [weight.tensor for weight in self._weights]):
                 yield
         finally:
             if before is not None:
                 before.changed().restore()
 
     def enter(self, tile: _Tile) -> None:
-        """A tile is run again: what the one before it did not need after all goes."""
+        """Begin to run a tile again: what was recomputed for the one before it and not asked for is dropped."""
         before = self._current() if self._current is not None else None
         if before is not None and before is not tile:
             before.forget()
@@ -236,18 +249,18 @@ class _Call:
 
 
 class _Dropped(NamedTuple):
-    """What the graph holds for a tensor that a tile saved."""
+    """What the graph holds for a tensor that a tile saved: its number."""
 
     tile: _Tile
     number: int
 
 
-class _Enough(Exception):  # noqa: N818  (not an error: it ends a recompute)
-    """All that backward needs has been computed."""
+class _StopRecompute(Exception):  # noqa: N818  (not an error)
+    """Ends a recompute: all that backward needs has been computed."""
 
 
 class _Tile:
-    """One tile of one call: how many tensors it saved, and those that were computed again."""
+    """One tile of one call: how many tensors it saved, and those that were recomputed."""
 
     def __init__(self, call: _Call, index: int) -> None:
         self.random: RandomState | None = None
@@ -257,25 +270,26 @@ class _Tile:
         self._recomputed: list[tuple[torch.Tensor, int] | None] = []
 
     def pack(self, _tensor: torch.Tensor) -> _Dropped:
-        """Autograd's pack hook: the tensor goes, its number stays."""
+        """Drop a tensor that is saved, and keep its number (autograd's hook)."""
         self._saved += 1
         return _Dropped(self, self._saved - 1)
 
     def get(self, number: int) -> torch.Tensor:
-        """A tensor again. Each is handed out once; asked for another time, the tile is run another time."""
+        """Return a dropped tensor. Each is handed out once; if it is asked for again, the tile is run again."""
         if not self._recomputed or self._recomputed[number] is None:
             self._recompute()
         tensor, version = self._recomputed[number]  # type: ignore[misc]  # it was just computed
         self._recomputed[number] = None
         if version_of(tensor) != version:
             raise InPlaceError(
-                f"{self._call.ledger.name}: a tensor that backward needs is modified by an inplace operation after it "
-                f"was saved (version {version}, now {version_of(tensor)}): change a copy of it instead"
+                f"{self._call.ledger.name}: a tensor needed for backward is modified by an inplace operation after it "
+                f"was saved (it was at version {version} and is now at version {version_of(tensor)}). Modify a copy of "
+                "it instead, for example x = x + 1 instead of x += 1"
             )
         return tensor
 
     def forget(self) -> None:
-        """Let go of what was computed again and not asked for."""
+        """Drop what was recomputed and not asked for."""
         self._recomputed = []
 
     def _recompute(self) -> None:
@@ -285,37 +299,37 @@ class _Tile:
         call.ledger.recomputed_tiles += 1
         self._recomputed = []
         with (
-            self._until_enough(),
+            self._until_stopped(),
             call.as_in_forward(),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(self._record, _as_it_is),
+            torch.autograd.graph.saved_tensors_hooks(self._record, _identity),
         ):
             call.tiled.function(*args, **kwargs)
         if len(self._recomputed) != self._saved:
             raise LowtideError(
                 f"{call.ledger.name}: tile {self._index} saved {self._saved} tensors in forward and "
-                f"{len(self._recomputed)} when it was run again: what it computes depends on something that changed. "
-                "Let it depend on its arguments and weights alone, or do not tile it"
+                f"{len(self._recomputed)} when it was run again: it depends on something that changed in between. "
+                "Make it depend on its arguments and weights alone, or do not tile it"
             )
 
     @contextlib.contextmanager
-    def _until_enough(self) -> Iterator[None]:
-        """Ends the run when it has made all that is needed. TorchScript makes a RuntimeError of what ends it."""
+    def _until_stopped(self) -> Iterator[None]:
+        """End the run when it has computed all that is needed. TorchScript turns what ends it into a RuntimeError."""
         try:
             yield
-        except _Enough:
+        except _StopRecompute:
             return
         except RuntimeError:
             if len(self._recomputed) != self._saved:
                 raise
 
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()  # a node that saved its own output with its graph would hold itself for ever
+        tensor = tensor.detach()  # a node that saved its own output with its graph would keep itself alive forever
         self._recomputed.append((tensor, version_of(tensor)))
         if len(self._recomputed) == self._saved:
-            raise _Enough
+            raise _StopRecompute
         return tensor
 
 
@@ -323,5 +337,5 @@ def _unpack(dropped: _Dropped) -> torch.Tensor:
     return dropped.tile.get(dropped.number)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor

@@ -1,14 +1,15 @@
-"""Weight gradients are summed over tiles in float32, and arrive in an order that tokens have no say in.
+"""Sums weight gradients over tiles in float32, and lets them arrive in an order that does not depend on the tokens.
 
 Autograd sums what several uses of a weight contribute in the weight's own type: with bfloat16 and 256 tiles, the sum
-has lost most of what single precision would keep. So each tile uses the weight through an alias, whose gradient is
-turned into float32 and flows into one stand-in per weight. The stand-in has the weight's shape and no memory; autograd
+has lost most of what single precision would keep. So each tile uses the weight through an alias, whose gradient is cast
+to float32 and flows into one placeholder per weight. The placeholder has the weight's shape and no memory; autograd
 sums there, and casts once, on the way to the weight. The weight's own hooks fire once, as ever.
 
-A weight of an expert is used by the tiles that have a token for it, and its gradient would be complete when the last of
-them is through: on each rank at another time. ZeRO-1 and -2 reduce gradients in the order in which they come, so one
-expert's would be added to another's. Autograd takes the youngest node first, and stand-ins are older than all tiles:
-whatever tiles use, stand-ins come after them, in one order. So such a weight has one, too, in its own type: a view.
+An expert's weight is used only by the tiles that have a token for it, so without placeholders its gradient would be
+complete when the last of those is done: at a different time on each rank. ZeRO-1 and -2 reduce gradients in the order
+in which they arrive, so one expert's would be added to another's. Autograd runs the youngest node first, and
+placeholders are older than all tiles: whichever tiles use a weight, the placeholders come after them, in one order. So
+such a weight gets one, too, in its own type: a view.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ FLOAT32_BYTES = 3 * 1024**3
 """`auto` sums in float32 up to this many bytes of sums: the experts of one layer can take tens of gigabytes."""
 
 
-class _StandIn(torch.autograd.Function):
-    """weight -> a float32 tensor of its shape without memory."""
+class _Float32Placeholder(torch.autograd.Function):
+    """Returns a float32 tensor of the weight's shape without memory; its gradient is cast to the weight's type."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -46,10 +47,10 @@ class _StandIn(torch.autograd.Function):
 
 
 class _Alias(torch.autograd.Function):
-    """(stand-in, weight) -> the weight, with its gradient flowing to the stand-in."""
+    """Returns the weight, with its gradient flowing to the placeholder instead, in float32."""
 
     @staticmethod
-    def forward(_ctx: Any, _stand_in: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: Any, _placeholder: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return weight.view_as(weight)
 
     @staticmethod
@@ -58,63 +59,63 @@ class _Alias(torch.autograd.Function):
 
 
 class WeightGradAccumulator:
-    """The stand-ins of one call's weights."""
+    """Collects the gradients of one call's weights: one placeholder for each weight that needs it."""
 
     def __init__(self, tiled: TiledFunction, accumulate: Accumulate) -> None:
-        places = [place for place in tiled.weights() if _can_have_stand_in(place.tensor)]
-        summed = _summed_in_float32(tiled, places, accumulate)
-        skipped = _that_tiles_may_skip(tiled)
-        self._places = [place for place in places if place.tensor in summed | skipped]
-        self._stand_ins = {
-            weight: _StandIn.apply(weight) if weight in summed else weight.view_as(weight)  # type: ignore[no-untyped-call]
-            for weight in dict.fromkeys(place.tensor for place in self._places)
+        weights = [weight for weight in tiled.weights() if _can_have_placeholder(weight.tensor)]
+        in_float32 = _summed_in_float32(tiled, weights, accumulate)
+        skippable = _weights_tiles_may_skip(tiled)
+        self._weights = [weight for weight in weights if weight.tensor in in_float32 | skippable]
+        self._placeholders = {
+            tensor: _Float32Placeholder.apply(tensor) if tensor in in_float32 else tensor.view_as(tensor)  # type: ignore[no-untyped-call]
+            for tensor in dict.fromkeys(weight.tensor for weight in self._weights)
         }
-        self._summed = summed
+        self._in_float32 = in_float32
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """The module sees aliases of its weights inside."""
+    def accumulating(self) -> Iterator[None]:
+        """Let the module use aliases of its weights inside, whose gradients flow to the placeholders."""
         aliases = {
-            weight: _Alias.apply(stand_in, weight) if weight in self._summed else stand_in  # type: ignore[no-untyped-call]
-            for weight, stand_in in self._stand_ins.items()
+            tensor: _Alias.apply(placeholder, tensor) if tensor in self._in_float32 else placeholder  # type: ignore[no-untyped-call]
+            for tensor, placeholder in self._placeholders.items()
         }
-        with swapped_in(self._places, [aliases[place.tensor] for place in self._places]):
+        with replaced_weights(self._weights, [aliases[weight.tensor] for weight in self._weights]):
             yield
 
 
 @contextlib.contextmanager
-def swapped_in(places: list[Weight], tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Other tensors in the places of weights."""
-    before = [place.held_by[place.name] for place in places]
+def replaced_weights(weights: list[Weight], tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Put other tensors in the places of a module's weights inside, and what was there back afterwards."""
+    before = [weight.held_by[weight.name] for weight in weights]
     try:
-        for place, tensor in zip(places, tensors, strict=True):
-            place.held_by[place.name] = tensor
+        for weight, tensor in zip(weights, tensors, strict=True):
+            weight.held_by[weight.name] = tensor
         yield
     finally:
-        for place, tensor in zip(places, before, strict=True):
-            place.held_by[place.name] = tensor
+        for weight, tensor in zip(weights, before, strict=True):
+            weight.held_by[weight.name] = tensor
 
 
-def _can_have_stand_in(weight: torch.Tensor) -> bool:
-    """A trainable weight that is a plain tensor."""
+def _can_have_placeholder(weight: torch.Tensor) -> bool:
+    """Return whether a weight is trainable and a plain parameter, not a subclass."""
     return weight.requires_grad and type(weight) is nn.Parameter
 
 
-def _summed_in_float32(tiled: TiledFunction, places: list[Weight], accumulate: Accumulate) -> set[torch.Tensor]:
-    """The weights of low precision, as far as the setting allows."""
+def _summed_in_float32(tiled: TiledFunction, weights: list[Weight], accumulate: Accumulate) -> set[torch.Tensor]:
+    """Return the low-precision weights whose gradients are summed in float32, as the setting allows."""
     if accumulate not in ("auto", "float32", "parameter"):
         raise InvalidValueError(f"accumulate must be 'auto', 'float32' or 'parameter', got {accumulate!r}")
     if tiled.module is None and accumulate == "float32":
-        raise InvalidValueError("accumulate='float32' needs a module, whose weights are known; a function's are not")
+        raise InvalidValueError("accumulate='float32' needs a module: the weights of a plain function are not known")
     if accumulate == "parameter":
         return set()
-    low = {place.tensor for place in places if place.tensor.dtype in (torch.bfloat16, torch.float16)}
-    is_too_much = 4 * sum(weight.numel() for weight in low) > FLOAT32_BYTES
+    low = {weight.tensor for weight in weights if weight.tensor.dtype in (torch.bfloat16, torch.float16)}
+    is_too_much = 4 * sum(tensor.numel() for tensor in low) > FLOAT32_BYTES
     return set() if accumulate == "auto" and is_too_much else low
 
 
-def _that_tiles_may_skip(tiled: TiledFunction) -> set[torch.Tensor]:
-    """The weights of modules in a list or a dictionary, of which a forward may call some and not others: experts."""
+def _weights_tiles_may_skip(tiled: TiledFunction) -> set[torch.Tensor]:
+    """Return the weights of modules in a list or a dictionary, where a forward may call only some: experts."""
     inner = [] if tiled.module is None else tiled.module.modules()
     lists = [module for module in inner if isinstance(module, nn.ModuleList | nn.ModuleDict)]
     return {weight for module in lists for weight in module.parameters()}
