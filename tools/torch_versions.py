@@ -9,7 +9,7 @@ pytest; with a selection among them nothing is recorded, because a part of the t
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import platform
 import re
@@ -67,7 +67,7 @@ def read_results(path: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "transformers": metadata.version("transformers"),
         "lowtide": metadata.version("lowtide"),
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "passed": len(cases) - skipped - len(failures),
         "failed": len(failures),
         "skipped": skipped,

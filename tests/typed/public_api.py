@@ -60,8 +60,8 @@ def mechanisms(mlp: nn.Module, x: Tensor, weight: Tensor, labels: Tensor, scratc
     assert_type(lowtide.checkpoint(halves, x, at=2, offload="host"), tuple[Tensor, Tensor])
     lowtide.checkpoint(double, x, offload=lowtide.DiskStore(scratch, limit="200GiB"))
     lowtide.checkpoint(double, x, offload=lowtide.Schedule(lowtide.HostStore("8GiB")))
-    lowtide.checkpoint(double, x, offload="tape")  # type: ignore[arg-type]
-    lowtide.checkpoint(double, x, early_stop="no")  # type: ignore[arg-type]
+    lowtide.checkpoint(double, x, offload="tape")  # type: ignore[call-overload]
+    lowtide.checkpoint(double, x, early_stop="no")  # type: ignore[call-overload]
 
     assert_type(lowtide.tile(double, x, tokens="16k"), Tensor)
     assert_type(lowtide.tile(mlp, x), Any)  # torch says no more of a module's call
