@@ -5,8 +5,8 @@ engine that works on saved tensors must ask. A new torch release is therefore re
 these names elsewhere, a test looks for the rest, and the documentation lists this page as it stands.
 
 Each entry says what it is for, which torch has it ("2.10" means 2.10 or earlier: older releases are not supported) and
-what public thing would replace it. The emulated device (`simdevice`) registers itself with torch and has a door of its
-own.
+what public thing would replace it. The emulated device (`simdevice`) registers itself with torch by names that are not
+listed here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
@@ -40,46 +37,9 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-__all__ = [
-    "CHECKPOINT_KEYWORDS",
-    "OFFLOAD_POLICIES",
-    "CachingMode",
-    "ConvNd",
-    "DropoutNd",
-    "NormBase",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "after_backward",
-    "aliases_parameter",
-    "buffers_of",
-    "children_of",
-    "current_node",
-    "disable_dynamo",
-    "fsdp_param_groups",
-    "graph_task_id",
-    "hooks_of",
-    "import_dynamo",
-    "is_functorch_wrapped",
-    "is_inside_checkpoint",
-    "is_traceable_wrapper_subclass",
-    "keep_version",
-    "keeps_graph",
-    "make_data_parallel_refuse",
-    "next_sequence_number",
-    "no_dispatch_modes",
-    "non_reentrant_checkpoint",
-    "operator_of",
-    "parameters_of",
-    "pytree",
-    "recomputation_stop",
-    "rename_offload_policies",
-    "saved_fields",
-    "schema_of",
-    "sequence_number",
-    "storage_key",
-    "tensor_from",
-    "version_of",
-]
+# What is passed on as it is; everything below that has no leading underscore is for use, too.
+__all__ = ["ConvNd", "DropoutNd", "NormBase", "StorageWeakRef", "TorchDispatchMode"]
+__all__ += ["is_traceable_wrapper_subclass", "no_dispatch_modes", "pytree"]
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Callable[..., Any]")
@@ -91,7 +51,7 @@ C = TypeVar("C", bound="Callable[..., Any]")
 def graph_task_id() -> int:
     """Return the number of the backward that this thread works for; -1 outside of any.
 
-    Tells a new backward from one that goes on, so that what a backward needs once is done once.
+    Tells a new backward from the one before it, so that what a backward needs once is done once.
     `torch._C._current_graph_task_id`, 2.10. Public replacement: none.
     """
     return torch._C._current_graph_task_id()
@@ -280,7 +240,7 @@ COMPILED_CALL = "_compiled_call_impl"
 """The attribute that `module.compile()` sets. 2.10. Public replacement: none."""
 
 CONTENT = ("_parameters", "_buffers", "_modules")
-"""The attributes of a module that hold its content; whatever else it holds are attributes of its own. 2.10."""
+"""The attributes of a module that hold its content; everything else is an attribute that its class gave it. 2.10."""
 
 # `NormBase`, `ConvNd` and `DropoutNd` are the classes that torch's batch norms, convolutions and dropouts share. 2.10.
 # Public replacement: lists of their subclasses, which would go stale.
@@ -405,13 +365,21 @@ def recomputation_stop(error: RuntimeError) -> BaseException:
     return torch_checkpoint._StopRecomputationError() if is_wordless else error
 
 
-def is_inside_checkpoint() -> bool:
-    """Return whether a checkpoint around this place decides what is saved; then its hooks must see the inputs.
+def hooks_module() -> str | None:
+    """Return the name of the module whose saved-tensor hooks are the innermost in force, if any are.
 
     `torch._C._autograd._top_saved_tensors_default_hooks`, 2.10. Public replacement: none.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return None if hooks is None else getattr(hooks[0], "__module__", None)
+
+
+def is_inside_checkpoint() -> bool:
+    """Return whether a checkpoint around this place decides what is saved; then its hooks must see the inputs.
+
+    Told by `hooks_module`, 2.10. Public replacement: none.
+    """
+    return hooks_module() == "torch.utils.checkpoint"
 
 
 OFFLOAD_POLICIES = tuple(
@@ -454,7 +422,10 @@ class CachingMode(torch_checkpoint._CachingTorchDispatchMode):
 
 
 def is_selective_cache(context: Any) -> bool:
-    """Return whether a forward context of `context_fn` is torch's cache of kept outputs."""
+    """Return whether a forward context of `context_fn` is torch's cache of kept outputs.
+
+    `torch.utils.checkpoint._CachingTorchDispatchMode`, 2.10. Public replacement: none.
+    """
     return isinstance(context, torch_checkpoint._CachingTorchDispatchMode)
 
 

@@ -144,6 +144,14 @@ class TestHooksAroundTheCall:
             run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy.MUST_SAVE))
 
     @needs_hooks_setting
+    def test_our_own_hooks_are_no_reason_to_warn(self, sim):
+        """`filterwarnings = error` would raise torch's FutureWarning here."""
+        kept, _ = run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy.MUST_SAVE))
+        with lowtide.offload():
+            ours, _ = run(lowtide.checkpoint, sim, context_fn=contexts(CheckpointPolicy.MUST_SAVE))
+        assert torch.equal(ours, kept)
+
+    @needs_hooks_setting
     @pytest.mark.parametrize("answer", ["MUST_SAVE", "MUST_CPU_OFFLOAD"])
     def test_true_hands_them_over(self, sim, answer):
         """Also those that a policy wants on the host: where they go is up to the hooks then."""

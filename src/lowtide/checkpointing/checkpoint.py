@@ -16,6 +16,7 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide._torch import (
     CHECKPOINT_KEYWORDS,
     disable_dynamo,
+    hooks_module,
     is_inside_checkpoint,
     non_reentrant_checkpoint,
     recomputation_stop,
@@ -93,7 +94,6 @@ def checkpoint(
     forward.
     """
     _check_keywords(kwargs, respect_saved_tensors_hooks)
-    schedule = as_schedule(offload)
     options = {
         "determinism_check": determinism_check,
         "debug": debug,
@@ -107,8 +107,9 @@ def checkpoint(
                 "checkpoint without a function returns a wrapper and accepts settings only, but got "
                 f"{_listed(args, kwargs)}: pass arguments to the wrapped function"
             )
-        return functools.partial(_wrap, schedule, context_fn, options)
-    return _checkpoint(function, args, kwargs, schedule, context_fn, options)
+        as_schedule(offload)  # refused now rather than at the first call
+        return functools.partial(_wrap, offload, context_fn, options)
+    return _checkpoint(function, args, kwargs, offload, context_fn, options)
 
 
 checkpoint.__module__ = "lowtide"
@@ -134,7 +135,7 @@ def _check_keywords(kwargs: dict[str, Any], respect_saved_tensors_hooks: bool | 
 
 
 def _wrap(
-    schedule: Schedule | None,
+    offload: Literal["host"] | Store | Schedule | None,
     context_fn: Callable[[], Any] | None,
     options: dict[str, Any],
     function: Callable[..., T],
@@ -143,7 +144,7 @@ def _wrap(
 
     @functools.wraps(function, updated=())
     def checkpointed(*args: Any, **kwargs: Any) -> T:
-        return _checkpoint(function, args, kwargs, schedule, context_fn, options)
+        return _checkpoint(function, args, kwargs, offload, context_fn, options)
 
     return checkpointed
 
@@ -152,10 +153,11 @@ def _checkpoint(
     function: Callable[..., T],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    schedule: Schedule | None,
+    offload: Literal["host"] | Store | Schedule | None,
     context_fn: Callable[[], Any] | None,
     options: dict[str, Any],
 ) -> T:
+    schedule = as_schedule(offload)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     ledger = RegionLedger(getattr(function, "__qualname__", type(function).__qualname__))
@@ -198,10 +200,10 @@ def run_region(
     ledger.forwards += 1
     is_nested = is_inside_checkpoint()
     ledger.nested += is_nested
+    if options.get("respect_saved_tensors_hooks") is None and (schedule is not None or _is_inside_offload()):
+        options["respect_saved_tensors_hooks"] = False  # the hooks around the call are ours: torch need not warn
     if schedule is None or is_nested:
         return non_reentrant_checkpoint(replay, *tensors, **options)  # type: ignore[no-any-return]
-    if options.get("respect_saved_tensors_hooks") is None:
-        options["respect_saved_tensors_hooks"] = False  # the hooks around the call are ours: torch need not warn
     call = schedule.begin(ledger, skip)
     replay.on_entry = call.on_packed
     try:
@@ -212,6 +214,11 @@ def run_region(
         raise
     call.on_submitted()
     return result
+
+
+def _is_inside_offload() -> bool:
+    """Return whether the innermost saved-tensor hooks are those of `lowtide.offload`."""
+    return hooks_module() == "lowtide.checkpointing.offload"
 
 
 def _unbind(
