@@ -17,7 +17,7 @@ from torch import nn
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import OffloadError
-from tiny_models import llama, transformers
+from models.tiny import llama, transformers
 
 GENUINE = {"checkpoint": torch.utils.checkpoint.checkpoint}  # a name of this module would be patched, too
 

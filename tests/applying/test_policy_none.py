@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from test_apply import build
 
 import lowtide
+from models.stacked import build
 
 
 def trained(policy=None):

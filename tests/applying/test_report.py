@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lowtide
-from auditing.browser import needs_browser, show
 from lowtide.errors import InvalidValueError
+from support.browser import needs_browser, show
 
 if TYPE_CHECKING:
     from pathlib import Path

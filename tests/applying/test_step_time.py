@@ -9,8 +9,8 @@ import torch
 
 import lowtide
 from lowtide import simdevice
+from models.tiny import transformers
 from support import needs_trl_on_any_device
-from tiny_models import transformers
 
 HAS_OWN_OFFLOAD = "offload" in inspect.signature(transformers.PreTrainedModel.gradient_checkpointing_enable).parameters
 

@@ -9,9 +9,7 @@ import sys
 import weakref
 
 import pytest
-import test_transformers as zoo
 import torch
-from test_tile_transformers import assert_same, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -19,8 +17,10 @@ import lowtide
 from lowtide import simdevice
 from lowtide.errors import InPlaceError, InvalidValueError, NoRegionError, NotTokenWiseError
 from lowtide.regions import find_mlps, find_regions
+from models import architectures
+from models.in_double import assert_same, make
 
-transformers, peft = zoo.transformers, zoo.peft
+transformers, peft = architectures.transformers, architectures.peft
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -121,23 +121,23 @@ def test_what_comes_once_per_call_cannot_come_per_tile(then, says):
 
 
 def test_a_module_that_changes_its_input():
-    config = transformers.MixtralConfig(**zoo.TEXT, num_local_experts=4, router_jitter_noise=0.1)
+    config = transformers.MixtralConfig(**architectures.TEXT, num_local_experts=4, router_jitter_noise=0.1)
     model = transformers.MixtralForCausalLM(config).train()
     lowtide.apply(model, "tile(mlp, tokens=10)")
     with pytest.raises(NotTokenWiseError, match="changes its input in place"):
-        model(**zoo.language(2))
+        model(**architectures.language(2))
 
 
 @pytest.mark.parametrize("hook", ["before", "after"])
 def test_hooks_on_the_head_act_once(hook):
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     if hook == "before":
         model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
     else:
         model.lm_head.register_forward_hook(lambda _, __, out: out * 0.5)
-    expected = zoo.train_step(model, batch)
+    expected = architectures.train_step(model, batch)
     with lowtide.apply(model, "tile(loss, loss_tokens=10)"):
-        assert_same(zoo.train_step(model, batch), expected, 2e-6)
+        assert_same(architectures.train_step(model, batch), expected, 2e-6)
 
 
 def test_weights_that_are_swapped_in_for_a_call():
@@ -212,13 +212,13 @@ def test_a_half_precision_loss_scale_reaches_small_gradients():
 
 def test_a_head_that_is_trained_as_a_copy_sums_in_float32():
     def error(tokens):
-        model, batch = make(zoo.llama)
+        model, batch = make(architectures.llama)
         config = peft.LoraConfig(r=4, target_modules=["up_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
         exact = peft.get_peft_model(model, config).double()
-        expected = zoo.train_step(exact, batch)
+        expected = architectures.train_step(exact, batch)
         low = exact.bfloat16()
         lowtide.apply(low, f"tile(loss, loss_tokens={tokens})")
-        ours = zoo.train_step(low, batch)
+        ours = architectures.train_step(low, batch)
         (name,) = [name for name in expected if "lm_head" in name]
         return (ours[name] - expected[name]).norm() / expected[name].norm()
 
@@ -254,15 +254,15 @@ class Cast(nn.Sequential):
 
 
 def test_a_head_in_a_wrapper():
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     model.lm_head = Cast(model.lm_head)
-    expected = zoo.train_step(model, batch)
+    expected = architectures.train_step(model, batch)
     with lowtide.apply(model, "tile(loss, loss_tokens=10)"):
-        assert_same(zoo.train_step(model, batch), expected, 2e-6)
+        assert_same(architectures.train_step(model, batch), expected, 2e-6)
 
 
 def test_a_head_that_tells_nothing():
-    model, _ = make(zoo.llama)
+    model, _ = make(architectures.llama)
     model.lm_head = nn.Identity()
     with pytest.raises(NoRegionError, match="does not tell how many logits"):
         lowtide.apply(model, "tile(loss)")
@@ -271,7 +271,7 @@ def test_a_head_that_tells_nothing():
 @pytest.mark.parametrize("policy", ["none; *.ffn: tile(mlp)", "recompute; visual.*: none"])
 def test_a_rule_that_fits_nothing_is_refused(policy):
     with pytest.raises(InvalidValueError, match=r"fits no block and no MLP: they are called like 'model\.layers\.0'"):
-        lowtide.apply(make(zoo.llama)[0], policy)
+        lowtide.apply(make(architectures.llama)[0], policy)
 
 
 def test_a_bias_that_is_added_to_the_logits():
@@ -282,14 +282,14 @@ def test_a_bias_that_is_added_to_the_logits():
     torch.manual_seed(0)
     model = transformers.BartForConditionalGeneration(config).double().train()
     model.final_logits_bias.normal_()
-    batch = {"input_ids": zoo.ids(), "labels": zoo.ids(16)}
-    expected = zoo.train_step(model, batch)
+    batch = {"input_ids": architectures.ids(), "labels": architectures.ids(16)}
+    expected = architectures.train_step(model, batch)
     with lowtide.apply(model, "tile(loss, loss_tokens=10)"):
-        assert_same(zoo.train_step(model, batch), expected, 2e-6)
+        assert_same(architectures.train_step(model, batch), expected, 2e-6)
 
 
 def test_a_loss_made_of_the_outputs_logits_afterwards():
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     expected = model(**batch).loss
     lowtide.apply(model, "tile(loss, loss_tokens=10)")
     logits = model(**batch).logits
@@ -318,7 +318,7 @@ def test_a_handle_and_its_store_die_with_the_model(sim):
 
 @pytest.mark.parametrize("shape", [(-1,), (2, -1), (7, -1), (-1, 64)])
 def test_a_reshape_that_mixes_tokens_and_classes_is_refused(shape):
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     lowtide.apply(model, "tile(loss)")
     with pytest.raises(lowtide.errors.LogitsNotComputedError, match="reshaped"):
         model(**batch).logits.view(*shape)
@@ -330,7 +330,7 @@ def test_a_fused_kernel_is_asked_for_unless_a_tile_size_is_given(monkeypatch, po
     monkeypatch.setattr(
         sys.modules["lowtide.losses.linear_cross_entropy"], "use_liger", lambda *_: asked.append(1) and False
     )
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     lowtide.apply(model, policy)
     model(**batch).loss.backward()
     assert bool(asked) == is_asked

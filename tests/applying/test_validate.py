@@ -10,7 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import InvalidValueError, NoRegionError
-from tiny_models import llama, qwen3_vl
+from models.tiny import llama, qwen3_vl
 
 
 def instance_forwards(model: nn.Module) -> list[str]:

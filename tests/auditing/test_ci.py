@@ -6,10 +6,10 @@ import re
 from xml.etree import ElementTree as ET
 
 import pytest
-from sample_reports import check, report
 
 from lowtide.auditing import AuditReport, Verdict
 from lowtide.auditing.ci import as_github, as_junit, as_lines
+from support.sample_reports import check, report
 
 
 def one(**known) -> AuditReport:

@@ -10,14 +10,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from browser import needs_browser, show
-from sample_reports import blocks, check, failure, record, records, report
 
 import lowtide
 from lowtide.auditing import AuditReport, Verdict
 from lowtide.auditing.html import as_html
 from lowtide.errors import MissingDependencyError
 from lowtide_zoo.page import as_html as as_zoo_html
+from support.browser import needs_browser, show
+from support.sample_reports import blocks, check, failure, record, records, report
 
 pytest.importorskip("jinja2", reason="the html extra is not installed")
 pytest.importorskip("plotly", reason="the html extra is not installed")

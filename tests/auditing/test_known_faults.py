@@ -15,9 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import lowtide
 import lowtide_zoo as zoo
-import tiny_models
 from lowtide import compat
 from lowtide.auditing import Verdict, audit
+from models import tiny as tiny_models
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

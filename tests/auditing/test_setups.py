@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import lowtide
-import tiny_models
 from lowtide.auditing import Verdict, audit
+from models import tiny as tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

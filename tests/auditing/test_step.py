@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 
 import torch
-from engines import WIDTH, Bare, Block, Engine, Net, Reentrant, loss, net
 
 from lowtide.auditing import Verdict, audit
+from models.engines import WIDTH, Bare, Block, Engine, Net, Reentrant, loss, net
 
 
 def test_random_states_of_devices_that_the_model_is_not_on(sim):

@@ -6,11 +6,11 @@ import gc
 
 import pytest
 import torch
-from chains import BOUNDARY, chain, counted_layers, leaf, reference_grad
 
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import InPlaceError
+from models.chains import BOUNDARY, chain, counted_layers, leaf, reference_grad
 from support import eventually
 
 

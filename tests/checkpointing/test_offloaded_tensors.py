@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from chains import BOUNDARY, TOKENS, WIDTH, chain, counted_layers, leaf, reference_grad
 from torch import nn
 
 import lowtide
 from lowtide import simdevice
 from lowtide.checkpointing import Schedule
 from lowtide.stores import HostStore
+from models.chains import BOUNDARY, TOKENS, WIDTH, chain, counted_layers, leaf, reference_grad
 
 
 def test_aliases_with_other_shapes_are_not_taken_for_each_other(engine):

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chains import Twice
 from torch import nn
 from torch.nn import functional as F
 
 import lowtide
 from lowtide.checkpointing import Schedule
 from lowtide.stores import HostStore
+from models.chains import Twice
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])

@@ -13,16 +13,16 @@ import re
 
 import pytest
 import torch
-from adapted_models import ADAPTATIONS, MODELS, batch, make
-from deepspeed_on_sim import use_cpu, use_sim
-from launcher import run_ranks, with_backend
-from pairs import marked
 from torch import nn
 
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import InvalidValueError
-from routed import Routed
+from models.adapted import ADAPTATIONS, MODELS, batch, make
+from models.routed import Routed
+from support.deepspeed_on_sim import use_cpu, use_sim
+from support.launcher import run_ranks, with_backend
+from support.pairs import marked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import transformers
-from adapted_models import make
-from joined import assert_joined, to_numpy
-from launcher import RankFailedError, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-import tiny_models
+from models import tiny as tiny_models
+from models.adapted import make
+from support.joined import assert_joined, to_numpy
+from support.launcher import RankFailedError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

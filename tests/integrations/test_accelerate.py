@@ -9,7 +9,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 import lowtide
 from lowtide.errors import InvalidValueError
 from lowtide.integrations.accelerate import check_fsdp, prepare
-from tiny_models import llama
+from models.tiny import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,7 +11,7 @@ import pytest
 from lowtide import Policy
 from lowtide.errors import InvalidValueError
 from lowtide.integrations.deepspeed import initialize, policy_of
-from tiny_models import llama
+from models.tiny import llama
 
 
 @pytest.mark.parametrize(

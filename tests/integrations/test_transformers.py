@@ -13,7 +13,7 @@ from datasets import Dataset
 import lowtide
 from lowtide.errors import InvalidValueError
 from lowtide.integrations.transformers import LowtideCallback, attach
-from tiny_models import llama, transformers
+from models.tiny import llama, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,12 +10,12 @@ import importlib.util
 
 import pytest
 import torch
-from test_linear_cross_entropy import CLASSES, WIDTH, assert_close, gradients, problem, whole
 
 import lowtide
 from lowtide.errors import InvalidValueError
 from lowtide.losses.liger import use_liger
 from lowtide.losses.tile_loss import LossOptions
+from models.language_head import CLASSES, WIDTH, assert_close, gradients, problem, whole
 
 HAS_LIGER = all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
 

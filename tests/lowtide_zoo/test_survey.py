@@ -193,7 +193,7 @@ def test_values_are_not_judged_if_tiles_draw_numbers_of_their_own(policy, others
 
 def test_a_fault_of_tiles_is_not_taken_for_random_numbers(monkeypatch):
     """The next layer's attention differs by it, and draws nothing."""
-    tiny_models = pytest.importorskip("tiny_models")
+    tiny_models = pytest.importorskip("models.tiny")
     apply = lowtide.apply
 
     def broken(model, policy):

@@ -6,7 +6,7 @@ import peft
 import torch
 import transformers
 
-import tiny_models
+from models import tiny as tiny_models
 
 ADAPTATIONS = ["full", "lora", "lora, frozen embeddings"]
 LENGTHS = (20, 36)

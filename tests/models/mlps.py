@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from routed import Routed
+from models.routed import Routed
 
 HIDDEN, INNER, EXPERTS = 16, 40, 4
 

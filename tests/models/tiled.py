@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from routed import Routed
+from models.routed import Routed
 
 WIDTH, CLASSES, EXPERTS = 16, 30, 4
 LENGTHS = (23, 41)  # of the two ranks: other lengths, and so other numbers of tiles

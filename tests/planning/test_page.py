@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from auditing.browser import needs_browser, show
 from lowtide.hardware.accelerators import margins_for
 from lowtide.planning import Plan, find_accelerator
 from lowtide.planning.page import code_for
@@ -14,6 +13,7 @@ from lowtide.planning.result import judged
 from lowtide.simulation.estimate import Estimate
 from lowtide.simulation.simulator import ModelSummary
 from lowtide.targets.job import Job
+from support.browser import needs_browser, show
 
 if TYPE_CHECKING:
     from pathlib import Path

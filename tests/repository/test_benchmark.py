@@ -21,7 +21,7 @@ from bench.apart import CannotRunError, apart
 from bench.figures import Figure, Result, count, ratio, seconds, verdict
 from bench.section import NAMES, Rivalry, section, stored
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def one(figure: Figure) -> Result:

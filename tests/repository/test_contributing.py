@@ -14,7 +14,7 @@ import yaml
 
 import lowtide
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
@@ -102,6 +102,6 @@ def test_every_note_is_in_the_next_changelog():
 
 
 def test_every_public_name_is_used_in_the_typed_file():
-    tree = ast.parse((ROOT / "tests/typed/public_api.py").read_text())
+    tree = ast.parse((ROOT / "tests/repository/typed/public_api.py").read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert set(lowtide.__all__) <= used

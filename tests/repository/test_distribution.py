@@ -19,7 +19,7 @@ from packaging.metadata import Metadata
 
 from lowtide import __version__
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 
 

@@ -15,8 +15,9 @@ from packaging.version import Version
 
 from lowtide import compat
 from lowtide.units import format_bytes
+from support.pages import CODE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -55,9 +56,6 @@ def test_every_requirement_is_pinned_and_admits_its_pin():
 
 def test_the_extras_are_there():
     assert set(metadata()["optional-dependencies"]) == {"hf", "deepspeed", "html", "sim", "dev", "docs"}
-
-
-CODE = re.compile(r"```python\n(?P<code>.*?)```(?:\n+```text\n(?P<output>.*?)```)?", flags=re.DOTALL)
 
 
 NEEDS_TRANSFORMERS_5 = pytest.mark.skipif(

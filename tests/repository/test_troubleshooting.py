@@ -14,9 +14,9 @@ import pytest
 
 from lowtide import errors
 from lowtide.auditing import CannotAuditError
-from test_project import CODE
+from support.pages import CODE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"```text\n(.*?)\n```", CODE.sub("", PAGE), flags=re.DOTALL)
 HOLE = "…"
@@ -25,7 +25,7 @@ HOLE = "…"
 @pytest.fixture(scope="module")
 def raised() -> list[str]:
     """What really comes: each trouble is made once, in one process."""
-    command = [sys.executable, str(ROOT / "tests" / "troubles.py")]
+    command = [sys.executable, str(Path(__file__).with_name("troubles.py"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

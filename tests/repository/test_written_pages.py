@@ -16,9 +16,9 @@ import lowtide.planning
 import lowtide.simdevice
 from lowtide.hardware.accelerators import load_table
 from lowtide.targets.target import known_models
-from tiny_models import IS_4
+from models.tiny import IS_4
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 

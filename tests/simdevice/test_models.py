@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide import simdevice
-from tiny_models import llama, qwen3_vl
+from models.tiny import llama, qwen3_vl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engines import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import simdevice
+from models.attending import Block
 from support import needs_trl_on_any_device
 
 

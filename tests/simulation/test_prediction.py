@@ -18,9 +18,9 @@ from lowtide.simulation.device import simulated_device
 from lowtide.simulation.ledger import Ledger
 from lowtide.simulation.step import record
 from lowtide.targets.job import Job
-from planning.planned_models import FAMILIES, TOKENS, batch_maker, make_model
-from planning.real_steps import real_peak, train
+from models.planned import FAMILIES, TOKENS, batch_maker, make_model
 from support import needs_transformers_5
+from support.real_steps import real_peak, train
 
 pytestmark = needs_transformers_5
 

@@ -20,18 +20,18 @@ from lowtide.simulation.device import simulated_device
 from lowtide.simulation.ledger import Ledger
 from lowtide.simulation.step import record
 from lowtide.targets.job import Job
-from planning.planned_models import TOKENS, batch_maker, make_model
+from models.planned import TOKENS, batch_maker, make_model
 from support import needs_transformers_5
 
 pytestmark = [needs_transformers_5, pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")]
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module")
 def interposer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("interposer") / "count_malloc.so"
     subprocess.run(
-        [shutil.which("cc"), "-O2", "-shared", "-fPIC", str(HERE / "count_malloc.c"), "-o", str(library), "-ldl"],
+        [shutil.which("cc"), "-O2", "-shared", "-fPIC", str(SUPPORT / "count_malloc.c"), "-o", str(library), "-ldl"],
         check=True,
     )
     return library
@@ -49,7 +49,7 @@ def interposer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_step_adds_what_malloc_counts(interposer: Path, family: str, policy: str):
     done = subprocess.run(
-        [sys.executable, str(HERE / "step_under_malloc.py"), family, policy],
+        [sys.executable, str(SUPPORT / "step_under_malloc.py"), family, policy],
         env=os.environ | {"LD_PRELOAD": str(interposer), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from faulty_disk import FaultyDisk
 from lowtide import simdevice
 from lowtide.errors import StoreError
 from lowtide.stores import DiskStore, HostStore, TieredStore
 from support import eventually
+from support.faulty_disk import FaultyDisk
 
 BLOCK, LIMIT = 8192, 256 * 1024
 places = st.integers(0, 20)
@@ -47,7 +47,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.held.append((self.store.put(expected.to(self.device)), expected))
 
     @precondition(lambda self: self.held)
-    @rule(which=places, steps=st.lists(st.sampled_from(["start", "release", "prefetch", "get"]), min_size=1, max_size=4))
+    @rule(
+        which=places, steps=st.lists(st.sampled_from(["start", "release", "prefetch", "get"]), min_size=1, max_size=4)
+    )
     def use(self, which, steps):
         stored, expected = self.held[which % len(self.held)]
         for step in steps:

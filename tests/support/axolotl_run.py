@@ -17,7 +17,7 @@ from axolotl.utils.config import prepare_plugins, validate_config
 from axolotl.utils.dict import DictDefault
 from datasets import Dataset
 
-from tiny_models import llama
+from models.tiny import llama
 
 STEPS = 3
 PLUGIN = "lowtide.integrations.axolotl.LowtidePlugin"

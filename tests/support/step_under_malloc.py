@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import lowtide
-from planning.planned_models import batch_maker, make_model
-from planning.real_steps import train
+from models.planned import batch_maker, make_model
+from support.real_steps import train
 
 torch.set_num_threads(1)
 family, policy = sys.argv[1:]

@@ -21,7 +21,7 @@ from datasets import Dataset
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lowtide.integrations.transformers import LowtideCallback
-from tiny_models import llama
+from models.tiny import llama
 
 POLICY = "recompute+tile(tokens=16, loss_tokens=16)"
 TOLERANCE = 1e-6

@@ -9,11 +9,9 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-import own_model
 import pytest
 import torch
 import transformers
-from planned_models import CONFIG
 
 import lowtide
 from lowtide import LowtideError
@@ -26,6 +24,8 @@ from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import DTYPES, Job
 from lowtide.targets.models import build
 from lowtide.targets.target import find_target, known_models
+from models import own as own_model
+from models.planned import CONFIG
 from support import needs_transformers_5
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class TestAModuleOfOnesOwn:
     def test_a_factory_may_return_both(self):
         model, batch = own_model.tiny()
         plans = [
-            lowtide.plan("own_model:tiny", device="L40S", policy="none", dtype="fp32"),
+            lowtide.plan("models.own:tiny", device="L40S", policy="none", dtype="fp32"),
             lowtide.plan(model, batch=batch, device="L40S", policy="none"),
         ]
         assert plans[0].peak_bytes == plans[1].peak_bytes
@@ -150,9 +150,9 @@ class TestAModuleOfOnesOwn:
     @pytest.mark.parametrize(
         ("name", "settings", "message"),
         [
-            ("own_model:tiny", {"tokens": 512}, "brings its own batch"),
-            ("own_model:tiny", {"batch_size": 4}, "brings its own batch"),
-            ("own_model:blank", {}, 'make them with device="cpu"'),
+            ("models.own:tiny", {"tokens": 512}, "brings its own batch"),
+            ("models.own:tiny", {"batch_size": 4}, "brings its own batch"),
+            ("models.own:blank", {}, 'make them with device="cpu"'),
             ("llama", {}, "give tokens="),
             ("llama", {"batch": own_model.batch()}, "goes with a module"),
         ],
@@ -218,7 +218,7 @@ class TestTheTypeOfWeights:
 
     @pytest.mark.parametrize(("asked", "name"), [(None, "bf16"), ("fp32", "fp32")])
     def test_what_is_built_here_is_bf16_unless_told(self, asked: str | None, name: str):
-        for target in (CONFIG, "own_model:tiny"):
+        for target in (CONFIG, "models.own:tiny"):
             assert Simulator(find_target(target), Job(dtype=asked), find_accelerator("L40S")).summary.dtype == name
 
 

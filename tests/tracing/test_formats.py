@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch.cuda import _memory_viz
-from traced import LAYERS, batch, boundary, stack, step
 
 import lowtide
-from auditing.browser import needs_browser, show
 from lowtide import simdevice
 from lowtide.tracing.page import _words
+from models.traced import LAYERS, batch, boundary, stack, step
+from support.browser import needs_browser, show
 
 if TYPE_CHECKING:
     from pathlib import Path
