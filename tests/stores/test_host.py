@@ -196,20 +196,40 @@ def test_memory_goes_with_what_it_was_for(store):
     assert (simdevice.stats().live_bytes, simdevice.stats().pinned_bytes) == (live, pinned)
 
 
-def test_memory_that_is_used_again_is_not_overwritten_under_a_copy_back(sim):
-    """The pieces of one that died go to the next one, while its bytes may still be read by the link."""
+def test_host_memory_is_not_overwritten_under_a_copy_back(sim, store):
+    """The pieces of one that died go to the next one, while the link may still read them for another stream."""
     simdevice.enable(h2d=SLOW)
-    store = HostStore(limit=NBYTES)
     first = random()
     expected = first.cpu()
-    stored = put_away(store, first)
+    stored, beside = put_away(store, first), put_away(store, random())
     del first
-    back = stored.get()
+    side = torch.Stream(device=sim)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        back = stored.get()
+    pinned = simdevice.stats().pinned_bytes
     del stored
     again = put_away(store, torch.zeros(NBYTES // 4, device=sim))
-    assert again.is_away
+    assert (again.is_away, beside.is_away) == (True, True)
+    assert simdevice.stats().pinned_bytes == pinned, "the memory is used again"
+    torch.accelerator.current_stream().wait_stream(side)
     assert torch.equal(back.cpu(), expected)
     assert not again.get().any().item()
+
+
+def test_device_memory_is_not_overwritten_under_a_kernel_that_still_runs(store):
+    """What is allocated for a copy back may be what a kernel of the compute stream was given and still reads."""
+    stored = put_away(store, torch.zeros(NBYTES // 4, device="sim"))
+    torch.accelerator.synchronize()
+    simdevice.enable(bandwidth=SLOW)
+    scratch = torch.ones(NBYTES // 4, device="sim")
+    address = scratch.data_ptr()
+    total = scratch.sum()
+    del scratch
+    back = stored.get()
+    assert back.data_ptr() == address, "the memory is used again"
+    assert total.item() == NBYTES // 4
+    assert not back.any().item()
 
 
 def test_without_pinned_memory_it_goes_on_with_pageable_memory_and_counts_it(store, monkeypatch):
