@@ -10,11 +10,12 @@ import torch
 import lowtide
 from lowtide import simdevice
 from models.tiny import transformers
-from support import needs_trl_on_any_device
+from support import ignore_dropped_caches, needs_trl_on_any_device
+from support.foreign_warnings import ignore_warnings_of
 
 HAS_OWN_OFFLOAD = "offload" in inspect.signature(transformers.PreTrainedModel.gradient_checkpointing_enable).parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [ignore_warnings_of("torch", "transformers", "trl"), ignore_dropped_caches]
 
 TOKENS, WIDTH, LAYERS = 256, 64, 8
 BOUNDARY = TOKENS * WIDTH * 4

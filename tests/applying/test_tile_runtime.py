@@ -19,10 +19,12 @@ from lowtide.errors import InPlaceError, InvalidValueError, NoRegionError, NotTo
 from lowtide.regions import find_mlps, find_regions
 from models import architectures
 from models.in_double import assert_same, make
+from support import ignore_dropped_caches
+from support.foreign_warnings import ignore_warnings_of
 
 transformers, peft = architectures.transformers, architectures.peft
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [ignore_warnings_of("peft", "torch", "transformers"), ignore_dropped_caches]
 
 
 class Mlp(nn.Module):
@@ -225,6 +227,7 @@ def test_a_head_that_is_trained_as_a_copy_sums_in_float32():
     assert error(1) <= 1.3 * error(48)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_deterministic_anomaly_detection():
     torch.use_deterministic_algorithms(mode=True)
     try:

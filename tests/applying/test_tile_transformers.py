@@ -10,10 +10,12 @@ from lowtide.errors import LogitsNotComputedError, NoRegionError, NotTokenWiseEr
 from models import architectures
 from models.in_double import assert_same, make
 from models.tiny import IS_4, qwen3_vl, transformers
+from support import ignore_dropped_caches
+from support.foreign_warnings import ignore_warnings_of
 
 peft = architectures.peft
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [ignore_warnings_of("peft", "torch", "transformers"), ignore_dropped_caches]
 
 
 def gpt2():

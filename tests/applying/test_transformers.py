@@ -26,8 +26,10 @@ from models.architectures import (
     zamba2,
 )
 from models.tiny import IS_4, qwen3_vl
+from support import ignore_dropped_caches
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [ignore_warnings_of("peft", "torch", "transformers"), ignore_dropped_caches]
 
 
 MODELS = [

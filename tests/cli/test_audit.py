@@ -20,8 +20,9 @@ from lowtide.errors import OffloadError
 from lowtide.targets.audited import load_target
 from lowtide_zoo.records import Record
 from support import needs_zoo
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("torch", "transformers")
 
 FACTORIES = """
 import torch

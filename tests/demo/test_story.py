@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from lowtide.cli import app
 from lowtide.demo import story, training
 from lowtide.demo import training as small_vlm
+from support.foreign_warnings import ignore_warnings_of
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def console(sim, monkeypatch: pytest.MonkeyPatch) -> Console:
     return Console(record=True, width=120, file=io.StringIO())
 
 
-@pytest.mark.filterwarnings("default")
+@ignore_warnings_of("peft", "torch", "transformers")
 def test_only_ours_fits_and_learns(console):
     story.fits(console)
     told = console.export_text()
@@ -30,14 +31,14 @@ def test_only_ours_fits_and_learns(console):
     assert "recomputes 6" in told
 
 
-@pytest.mark.filterwarnings("default")
+@ignore_warnings_of("peft", "torch", "transformers")
 def test_a_policy_without_effect_is_told(console, monkeypatch):
     monkeypatch.setitem(story.WAYS, story.OURS, training.plain)
     with pytest.raises(story.DemoError, match="should fit and learn"):
         story.fits(console)
 
 
-@pytest.mark.filterwarnings("default")
+@ignore_warnings_of("peft", "torch", "transformers")
 def test_the_audit_agrees(console):
     story.is_right(console)
     told = console.export_text()

@@ -21,11 +21,12 @@ from lowtide.errors import InvalidValueError
 from models.adapted import ADAPTATIONS, MODELS, batch, make
 from models.routed import Routed
 from support.deepspeed_on_sim import use_cpu, use_sim
+from support.foreign_warnings import ignore_warnings_of
 from support.launcher import run_ranks, with_backend
 from support.pairs import marked
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
+    ignore_warnings_of("deepspeed", "peft", "torch", "transformers"),
     pytest.mark.timeout(900),
     # not imported here: that has effects on the whole process
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed"),

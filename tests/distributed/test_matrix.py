@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from lowtide import simdevice
 from models.adapted import ADAPTATIONS, MODELS, batch, make, reference
+from support.foreign_warnings import ignore_warnings_of
 from support.joined import assert_joined, to_numpy
 from support.launcher import run_ranks, with_backend
 from support.pairs import marked
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("peft", "torch", "transformers")
 
 ENGINES = {
     "ddp": {},

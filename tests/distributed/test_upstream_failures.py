@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from models import tiny as tiny_models
 from models.adapted import make
+from support.foreign_warnings import ignore_warnings_of
 from support.joined import assert_joined, to_numpy
 from support.launcher import RankFailedError, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("peft", "torch", "transformers")
 
 READY_TWICE = "Expected to mark a variable ready only once"
 
@@ -208,6 +209,7 @@ def test_logits_that_are_not_computed_do_not_hide_the_loss_from_a_static_graph()
 
 
 class TestOneProcess:
+    @pytest.mark.filterwarnings("ignore:lowtide. .* was already replaced by")
     def test_offload_in_checkpoint_function_is_never_called_by_the_non_reentrant_engine(self, sim, monkeypatch):
         """ArcticTraining#373: the patch is there, and nothing is offloaded."""
         calls = []

@@ -14,8 +14,9 @@ import lowtide
 from lowtide.errors import InvalidValueError
 from lowtide.integrations.transformers import LowtideCallback, attach
 from models.tiny import llama, transformers
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("accelerate", "datasets", "peft", "torch", "transformers", "trl")
 
 
 def dataset() -> Dataset:

@@ -21,8 +21,9 @@ from lowtide_zoo.page import as_json, as_text, summarize
 from lowtide_zoo.records import Record, read_records
 from lowtide_zoo.survey import Engine, run_survey, survey_one
 from support import needs_zoo
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("torch", "transformers")
 
 
 def record(model_type: str, *failures: str, status="audited", engine="transformers") -> Record:

@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.util
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from lowtide.errors import LowtideError
 from lowtide.randomness import seeded
 from lowtide_zoo.find import Outcome, fitting_batch
 from support import needs_zoo
+from support.foreign_warnings import ignoring_warnings_of
 
 pytestmark = needs_zoo
 
@@ -63,8 +63,7 @@ def tiny_model(model_type: str) -> zoo.TinyModel:
 
 def train(model: nn.Module, batch: dict) -> object:
     """One forward and backward; the output."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with ignoring_warnings_of("torch", "transformers"):
         torch.manual_seed(0)
         output = model(**batch)
         loss = getattr(output, "loss", None)

@@ -34,6 +34,9 @@ needs_zoo = pytest.mark.skipif(
     reason="the zoo reads the fields of configurations, which are dataclasses from transformers 5 on",
 )
 
+ignore_dropped_caches = pytest.mark.filterwarnings("ignore:lowtide. key-value caches are dropped")
+"""For models that are asked for a cache though they train: that Lowtide drops it, and says so, is tested elsewhere."""
+
 
 def expect_violation(kind: str) -> simdevice.Violation:
     """The first violation, which must be of this kind; clears the record."""
