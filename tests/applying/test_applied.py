@@ -279,3 +279,29 @@ class TestWrongUse:
         lowtide.apply(model, "recompute+offload")
         with pytest.raises(OffloadError, match="disk tier"):
             train_step(model, "cpu")
+
+
+def towers():
+    def stack():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
+
+    return nn.ModuleDict({"encoder": stack(), "decoder": stack()})
+
+
+def test_a_handle_on_a_part_is_not_taken_for_the_whole():
+    model = towers()
+    part = lowtide.apply(model["encoder"], "recompute")
+    whole = lowtide.apply(model, "recompute")
+    assert whole is not part
+    assert len(whole.regions) == 4
+    assert lowtide.apply(model, "recompute") is whole
+    whole.remove()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_two_handles_on_parts_both_give_way_to_the_whole():
+    model = towers()
+    lowtide.apply(model["encoder"], "recompute")
+    lowtide.apply(model["decoder"], "recompute")
+    lowtide.apply(model, "recompute(every=2)").remove()
+    assert all("forward" not in module.__dict__ for module in model.modules())

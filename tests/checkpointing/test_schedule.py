@@ -6,11 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 
 import lowtide
 from lowtide import simdevice
-from lowtide.applying.region_runtime import OwnMemory
 from lowtide.counters import RegionLedger
 
 SHAPE = (64, 64)
@@ -105,51 +103,6 @@ def test_a_side_table_on_the_cpu_stays_where_it_is(sim):
     assert x.grad.isfinite().all().item()
 
 
-def test_the_guard_survives_a_backward_that_failed(sim, monkeypatch):
-    from lowtide.applying import region_runtime
-
-    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))).to(sim).train()
-    lowtide.apply(model, "recompute")
-    x = leaf()
-    x.register_hook(lambda _: (_ for _ in ()).throw(ValueError("mine")))
-    with pytest.raises(ValueError, match="mine"):
-        model(x).sum().backward()
-    with pytest.raises(lowtide.LowtideError, match="expected a recompute"):
-        model(leaf()).sum().backward()
-
-
-def towers():
-    def stack():
-        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
-
-    return nn.ModuleDict({"encoder": stack(), "decoder": stack()})
-
-
-def test_a_handle_on_a_part_is_not_taken_for_the_whole():
-    model = towers()
-    part = lowtide.apply(model["encoder"], "recompute")
-    whole = lowtide.apply(model, "recompute")
-    assert whole is not part
-    assert len(whole.regions) == 4
-    assert lowtide.apply(model, "recompute") is whole
-    whole.remove()
-    assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-def test_two_handles_on_parts_both_give_way_to_the_whole():
-    model = towers()
-    lowtide.apply(model["encoder"], "recompute")
-    lowtide.apply(model["decoder"], "recompute")
-    lowtide.apply(model, "recompute(every=2)").remove()
-    assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-def test_a_limit_in_a_rule_is_refused():
-    with pytest.raises(lowtide.LowtideError, match="holds for the whole model"):
-        lowtide.Policy.parse("none; layers.*: recompute+offload(host=4KiB)")
-
-
 def test_a_prefetch_that_does_not_fit_is_fetched_later(sim, monkeypatch):
     from lowtide.stores import host
 
@@ -217,17 +170,3 @@ def test_an_argument_that_holds_itself(sim):
     linked.self_ = linked
     lowtide.checkpoint(lambda a: a.value.sin(), linked).sum().backward()
     assert torch.equal(linked.value.grad.cpu(), linked.value.detach().cos().cpu())
-
-
-def test_parameters_that_came_later_are_known_as_the_models_own(sim):
-    """`load_state_dict(assign=True)` replaces all parameters but those that it does not name."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))).to(sim)
-    owned = OwnMemory(model)
-    owned.enter("0")
-    model[1][0].weight = nn.Parameter(torch.randn(64, 64, device=sim))
-    assert not owned.holds(model[1][0].weight)
-    owned.enter("1")
-    assert not owned.holds(model[1][0].weight)
-    owned.enter("0")
-    assert owned.holds(model[1][0].weight.view(-1))
-    assert not owned.holds(torch.empty(64, device=sim))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from lowtide.cli import app
 from lowtide.demo import story, training
 from lowtide.demo import training as small_vlm
 from support.foreign_warnings import ignore_warnings_of
@@ -72,19 +69,3 @@ def test_the_plan_is_made_while_it_is_told(monkeypatch):
         story.at_full_size(Console(file=io.StringIO()))
     assert asked["cache"] is False
     assert asked["model"] == story.FULL_SIZE["model"]
-
-
-def test_what_is_missing_is_named(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
-    result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 1
-    assert "needs peft: pip install 'lowtide[sim,hf]'" in result.stderr
-
-
-@pytest.mark.slow
-def test_the_whole_story(sim):
-    result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 0, result.output
-    assert "It fits on 8 x L40S with" in result.output
-    assert result.output.splitlines()[-3:] == story.NEXT.splitlines()

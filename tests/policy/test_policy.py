@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import lowtide
 from lowtide import Policy
 from lowtide.errors import InvalidValueError
 
@@ -167,3 +168,8 @@ def test_what_cannot_be_honoured_is_refused_with_a_hint(bad, says):
 def test_a_policy_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Policy().recompute = True
+
+
+def test_a_limit_in_a_rule_is_refused():
+    with pytest.raises(lowtide.LowtideError, match="holds for the whole model"):
+        lowtide.Policy.parse("none; layers.*: recompute+offload(host=4KiB)")
