@@ -38,14 +38,14 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy tests/typed
+	$(BIN)/mypy tests/repository/typed
 	$(BIN)/lint-imports
 
 bench: .venv/.dev .venv-peers/.ready
 	$(PEERS)/python -W ignore -m bench.run $(ARGS)
 
 test-peers: .venv-peers/.ready
-	LOWTIDE_PEERS=1 TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/peers tests/losses/test_fused.py $(ARGS)
+	LOWTIDE_PEERS=1 TRITON_INTERPRET=1 $(PEERS)/python -m pytest tests/peers tests/losses/test_liger.py $(ARGS)
 
 test-compat: .venv-compat/.ready
 	$(COMPAT)/python -m pytest $(PARALLEL) $(ARGS)

@@ -48,3 +48,17 @@ def test_every_public_exception_is_in_the_tree():
                 if is_exception and not node.name.startswith("_"):
                     elsewhere.append(f"{path.relative_to(SRC)}: {node.name}")
     assert not elsewhere
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("InvalidValueError", errors.InvalidValueError),
+        ("LowtideError", errors.LowtideError),
+        ("NoSuchError", errors.PlanError),
+        ("by_name", errors.PlanError),
+        ("__builtins__", errors.PlanError),
+    ],
+)
+def test_an_error_of_another_process_is_one_of_the_tree(name: str, error: type[errors.LowtideError]):
+    assert errors.by_name(name) is error

@@ -18,7 +18,7 @@ import lowtide
 from lowtide import simdevice
 from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.errors import InvalidValueError, OffloadError
-from tiny_models import llama, transformers
+from models.tiny import llama, transformers
 
 GENUINE = {"checkpoint": torch.utils.checkpoint.checkpoint}  # a name of this module would be patched, too
 
@@ -201,7 +201,7 @@ def test_somebody_elses_patch_is_named_and_comes_back(framework, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.utils.checkpoint, "checkpoint", unsloth_checkpoint)
-        with pytest.warns(UserWarning, match="already replaced by test_torch_patch.*unsloth_checkpoint"):
+        with pytest.warns(UserWarning, match=f"already replaced by {__name__}.*unsloth_checkpoint"):
             patch = lowtide.patch_torch()
         torch.utils.checkpoint.checkpoint(torch.tanh, torch.ones(3, requires_grad=True))
         assert patch.calls == 1
@@ -216,7 +216,7 @@ def test_a_replaced_checkpoint_function_is_named_and_left_alone(framework, monke
         pass
 
     monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", OffloadingFunction)
-    with pytest.warns(UserWarning, match="CheckpointFunction was already replaced by test_torch_patch.*Offloading"):
+    with pytest.warns(UserWarning, match=f"CheckpointFunction was already replaced by {__name__}.*Offloading"):
         patch = lowtide.patch_torch()
     framework.activation_checkpoint(torch.tanh, torch.ones(3, requires_grad=True), use_reentrant=True)
     assert patch.calls == 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_apply import Block, assert_same, build, train_step
 from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from models.stacked import Block, assert_same, build, train_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at tensors
 

@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 import torch
-from test_apply import build, train_step
 from torch import nn
 
 import lowtide
 from lowtide.errors import LowtideError
+from models.stacked import build, train_step
 
 
 @pytest.fixture

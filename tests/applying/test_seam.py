@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowtide
-from tiny_models import llama, transformers
+from models.tiny import llama, transformers
 
 accelerate = pytest.importorskip("accelerate", reason="the hf extra is not installed")
 datasets = pytest.importorskip("datasets", reason="the hf extra is not installed")

@@ -3,57 +3,67 @@
 from __future__ import annotations
 
 import pytest
-import test_transformers as zoo
 import torch
 
 import lowtide
 from lowtide.errors import LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
-from tiny_models import IS_4, transformers
+from models import architectures
+from models.in_double import assert_same, make
+from models.tiny import IS_4, qwen3_vl, transformers
+from support import ignore_dropped_caches
+from support.foreign_warnings import ignore_warnings_of
 
-peft = zoo.peft
+peft = architectures.peft
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [ignore_warnings_of("peft", "torch", "transformers"), ignore_dropped_caches]
 
 
 def gpt2():
     config = transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=3, n_head=4, n_positions=64)
-    return transformers.GPT2LMHeadModel(config), zoo.language(2)
+    return transformers.GPT2LMHeadModel(config), architectures.language(2)
 
 
 def gemma2():
     """Bends its logits."""
-    config = transformers.Gemma2Config(**zoo.TEXT, head_dim=8, sliding_window=16, final_logit_softcapping=5.0)
-    return transformers.Gemma2ForCausalLM(config), zoo.language(2)
+    config = transformers.Gemma2Config(**architectures.TEXT, head_dim=8, sliding_window=16, final_logit_softcapping=5.0)
+    return transformers.Gemma2ForCausalLM(config), architectures.language(2)
 
 
 def cohere():
     """Multiplies its logits."""
-    return transformers.CohereForCausalLM(transformers.CohereConfig(**zoo.TEXT, logit_scale=0.25)), zoo.language(2)
+    return transformers.CohereForCausalLM(
+        transformers.CohereConfig(**architectures.TEXT, logit_scale=0.25)
+    ), architectures.language(2)
 
 
 def granite():
     """Divides its logits."""
-    config = transformers.GraniteConfig(**zoo.TEXT, logits_scaling=4.0)
-    return transformers.GraniteForCausalLM(config), zoo.language(2)
+    config = transformers.GraniteConfig(**architectures.TEXT, logits_scaling=4.0)
+    return transformers.GraniteForCausalLM(config), architectures.language(2)
 
 
 def gpt_oss():
     """Experts in stacked weights."""
-    config = transformers.GptOssConfig(**zoo.TEXT, head_dim=8, num_local_experts=4, output_router_logits=True)
-    return transformers.GptOssForCausalLM(config), zoo.language(2)
+    config = transformers.GptOssConfig(**architectures.TEXT, head_dim=8, num_local_experts=4, output_router_logits=True)
+    return transformers.GptOssForCausalLM(config), architectures.language(2)
 
 
 def qwen3_moe():
     config = transformers.Qwen3MoeConfig(
-        **zoo.TEXT, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1]
+        **architectures.TEXT,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        mlp_only_layers=[1],
     )
-    return transformers.Qwen3MoeForCausalLM(config), zoo.language(2)
+    return transformers.Qwen3MoeForCausalLM(config), architectures.language(2)
 
 
 def deepseek_v3():
     """Shared experts beside routed ones, and a buffer in the router."""
     config = transformers.DeepseekV3Config(
-        **zoo.TEXT | {"num_key_value_heads": 4},
+        **architectures.TEXT | {"num_key_value_heads": 4},
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_group=2,
@@ -70,7 +80,7 @@ def deepseek_v3():
     if IS_4:
         for layer in model.model.layers[1:]:
             weigh_in_double(layer.mlp.gate)
-    return model, zoo.language(2)
+    return model, architectures.language(2)
 
 
 def weigh_in_double(router):
@@ -87,8 +97,8 @@ def weigh_in_double(router):
 def gemma3_vl():
     """Shifts and masks its logits itself."""
     config = transformers.Gemma3Config(
-        text_config=zoo.TEXT | {"head_dim": 8, "sliding_window": 16},
-        vision_config=zoo.VIT,
+        text_config=architectures.TEXT | {"head_dim": 8, "sliding_window": 16},
+        vision_config=architectures.VIT,
         mm_tokens_per_image=4,
         image_token_index=127,
         boi_token_index=125,
@@ -110,102 +120,80 @@ def gemma3_vl():
 
 def llama4():
     config = transformers.Llama4TextConfig(
-        **zoo.TEXT | {"intermediate_size_mlp": 64, "num_local_experts": 4, "head_dim": 8}, pad_token_id=0
+        **architectures.TEXT | {"intermediate_size_mlp": 64, "num_local_experts": 4, "head_dim": 8}, pad_token_id=0
     )
-    return transformers.Llama4ForCausalLM(config), zoo.language(2)
+    return transformers.Llama4ForCausalLM(config), architectures.language(2)
 
 
 DENSE = [
-    zoo.llama,
-    zoo.qwen3,
-    zoo.gemma3,
+    architectures.llama,
+    architectures.qwen3,
+    architectures.gemma3,
     gpt2,
     gemma2,
     cohere,
     granite,
-    zoo.gpt_bigcode,
-    zoo.t5,
-    zoo.qwen3_vl,
+    architectures.gpt_bigcode,
+    architectures.t5,
+    qwen3_vl,
     gemma3_vl,
 ]
-ROUTED = [zoo.mixtral, gpt_oss, qwen3_moe, deepseek_v3, llama4]  # some route in single precision, whatever the model
+ROUTED = [
+    architectures.mixtral,
+    gpt_oss,
+    qwen3_moe,
+    deepseek_v3,
+    llama4,
+]  # some route in single precision, whatever the model
 FORMS = [
-    *((build, False) for build in [*DENSE, *ROUTED, zoo.whisper]),
-    *((build, True) for build in [*DENSE, zoo.mixtral, gpt_oss, zoo.whisper]),
+    *((build, False) for build in [*DENSE, *ROUTED, architectures.whisper]),
+    *((build, True) for build in [*DENSE, architectures.mixtral, gpt_oss, architectures.whisper]),
 ]
-
-
-def make(build, *, lora=False):
-    model, batch = zoo.make(build, "cpu", lora=False)
-    for module in model.modules():  # other tiles, other random numbers
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped product knows no doubles
-    if lora:
-        model = zoo.with_lora(model)
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-    batch = {
-        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
-        for name, value in batch.items()
-    }
-    return model.double(), batch
-
-
-def assert_same(ours, expected, tolerance):
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (ours[name] - value).norm() <= tolerance * value.norm() + 1e-14 * (tolerance > 0), name
 
 
 @pytest.mark.parametrize("policy", ["tile(mlp, tokens=10)", "recompute+tile(mlp, tokens=10)"])
-@pytest.mark.parametrize(("build", "lora"), [form for form in FORMS if form[0] is not zoo.whisper])
+@pytest.mark.parametrize(("build", "lora"), [form for form in FORMS if form[0] is not architectures.whisper])
 def test_mlps_and_experts(build, policy, lora):
     model, batch = make(build, lora=lora)
-    expected = zoo.train_step(model, batch)
+    expected = architectures.train_step(model, batch)
     tolerance = 1e-6 if build in ROUTED else 1e-11
     with lowtide.apply(model, policy) as applied:
-        assert_same(zoo.train_step(model, batch), expected, tolerance)
+        assert_same(architectures.train_step(model, batch), expected, tolerance)
         tiles = applied.report().tiles
     assert len(tiles) >= len(applied.regions) > 0
     used = [ledger for ledger in tiles if ledger.calls]
     assert len(used) >= 2
     assert all(ledger.tiles > ledger.calls for ledger in used)
     assert sum(ledger.recomputed_tiles for ledger in used) > 0
-    assert_same(zoo.train_step(model, batch), expected, 0)
+    assert_same(architectures.train_step(model, batch), expected, 0)
 
 
 @pytest.mark.parametrize(("build", "lora"), FORMS)
 def test_loss(build, lora):
     model, batch = make(build, lora=lora)
-    expected = zoo.train_step(model, batch)
+    expected = architectures.train_step(model, batch)
     with lowtide.apply(model, "tile(loss, loss_tokens=10)") as applied:
-        ours = zoo.train_step(model, batch)
+        ours = architectures.train_step(model, batch)
         assert_same(ours, expected, 2e-6)  # transformers casts logits to single precision, whatever they are
         (head,) = applied.report().tiles
         assert head.calls == 1
         assert head.tiles > 1
-    assert_same(zoo.train_step(model, batch), expected, 0)
+    assert_same(architectures.train_step(model, batch), expected, 0)
 
 
 @pytest.mark.parametrize("items", [17, torch.tensor(23)])
 def test_the_number_of_items_in_the_batch(items):
-    model, batch = make(zoo.llama)
-    expected = zoo.train_step(model, batch | {"num_items_in_batch": items})
+    model, batch = make(architectures.llama)
+    expected = architectures.train_step(model, batch | {"num_items_in_batch": items})
     with lowtide.apply(model, "tile(loss, loss_tokens=10)"):
-        assert_same(zoo.train_step(model, batch | {"num_items_in_batch": items}), expected, 2e-6)
+        assert_same(architectures.train_step(model, batch | {"num_items_in_batch": items}), expected, 2e-6)
 
 
 def test_everything_together():
-    model, batch = make(zoo.mixtral)
-    expected = zoo.train_step(model, batch)
+    model, batch = make(architectures.mixtral)
+    expected = architectures.train_step(model, batch)
     with lowtide.apply(model, "recompute+tile(tokens=10, loss_tokens=10)") as applied:
-        assert_same(zoo.train_step(model, batch), expected, 2e-6)
+        assert_same(architectures.train_step(model, batch), expected, 2e-6)
         text = str(applied.report())
     experts = "block_sparse_moe" if IS_4 else "mlp"
     assert f"model.layers.0-2.{experts} x3 [tile] calls 1, tiles 5, run again 5" in text
@@ -213,12 +201,12 @@ def test_everything_together():
 
 
 def test_an_adapter_on_the_head():
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     config = peft.LoraConfig(r=4, target_modules=["lm_head", "up_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, config).double()
-    expected = zoo.train_step(model, batch)
+    expected = architectures.train_step(model, batch)
     with lowtide.apply(model, "tile(loss, loss_tokens=10)") as applied:
-        assert_same(zoo.train_step(model, batch), expected, 2e-6)
+        assert_same(architectures.train_step(model, batch), expected, 2e-6)
         assert applied.report().tiles[0].recomputed_tiles > 0
 
 
@@ -266,7 +254,7 @@ class TestLogits:
         torch.testing.assert_close(outputs.logits.materialize().detach(), plain)
 
     def test_without_labels_and_in_evaluation_they_are_there(self):
-        model, batch = make(zoo.llama)
+        model, batch = make(architectures.llama)
         lowtide.apply(model, "tile(loss)")
         ids = {"input_ids": batch["input_ids"]}
         assert model(**ids).logits.requires_grad
@@ -276,7 +264,7 @@ class TestLogits:
             assert torch.is_tensor(model.train()(**batch).logits)
 
     def test_a_loss_made_elsewhere_is_not_silent(self):
-        model, batch = make(zoo.llama)
+        model, batch = make(architectures.llama)
         lowtide.apply(model, "recompute+tile(loss)")
         logits = model(input_ids=batch["input_ids"]).logits
         with pytest.raises(SilentNoOpError, match="called without labels"):
@@ -286,7 +274,7 @@ class TestLogits:
 class TestRefused:
     def test_no_mlp_as_a_module(self):
         """Whisper's layers hold the two linear layers themselves."""
-        model, _ = make(zoo.whisper)
+        model, _ = make(architectures.whisper)
         before = dict(model.model.encoder.layers[0].__dict__)
         with pytest.raises(NoRegionError, match=r"tile\(mlp\): no region of Whisper"):
             lowtide.apply(model, "tile(mlp)")
@@ -294,29 +282,29 @@ class TestRefused:
 
     def test_no_head(self):
         with pytest.raises(NoRegionError, match=r"tile\(loss\): LlamaModel has no head"):
-            lowtide.apply(make(zoo.llama)[0].model, "tile(loss)")
+            lowtide.apply(make(architectures.llama)[0].model, "tile(loss)")
 
     def test_an_mlp_that_is_bypassed(self):
-        model, batch = make(zoo.llama)
+        model, batch = make(architectures.llama)
         lowtide.apply(model, "tile(mlp)")
         for layer in model.model.layers:
             layer.mlp._call_impl = lambda x, layer=layer: layer.mlp.down_proj(layer.mlp.up_proj(x))
         for layer in model.model.layers:
             layer.mlp.__dict__["forward"].runtime = None
         with pytest.raises(SilentNoOpError, match=r"layers\.0\.mlp to run in tiles, saw no call"):
-            zoo.train_step(model, batch)
+            architectures.train_step(model, batch)
 
 
 def test_rules_choose_modules():
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     applied = lowtide.apply(model, "tile(mlp, tokens=10); *.layers.0: none; *.layers.1.mlp: none")
-    zoo.train_step(model, batch)
+    architectures.train_step(model, batch)
     assert [ledger.name for ledger in applied.report().tiles] == ["model.layers.2.mlp"]
 
 
 def test_a_trial_leaves_no_trace():
     """Router logits are recorded by hooks, and routers may count in buffers: the trial touches neither."""
-    model, batch = make(zoo.mixtral)
+    model, batch = make(architectures.mixtral)
     plain = model(**batch)
     lowtide.apply(model, "tile(mlp, tokens=10)")
     state = torch.get_rng_state()
@@ -330,13 +318,13 @@ def test_a_trial_leaves_no_trace():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_without_gradients(mode):
     """Lightning validates in inference mode, before the first training step."""
-    model, batch = make(zoo.llama)
+    model, batch = make(architectures.llama)
     expected = model.eval()(**batch).logits
     applied = lowtide.apply(model, "tile(mlp, tokens=10)")
     with mode():
         torch.testing.assert_close(model(**batch).logits, expected.detach())
     assert applied.report().tiles[0].tiles > 1
-    zoo.train_step(model.train(), batch)
+    architectures.train_step(model.train(), batch)
 
 
 class Mixing(torch.nn.Module):

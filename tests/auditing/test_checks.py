@@ -6,14 +6,14 @@ import collections
 import itertools
 import json
 
-import engines
 import pytest
 import torch
-from engines import Engine, loss, net
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.auditing import CHECKS, CannotAuditError, Verdict, audit
 from lowtide.errors import NoRegionError
+from models import engines
+from models.engines import Engine, loss, net
 
 FAULTS = [
     (engines.SkipsALayer, {"recomputed"}),

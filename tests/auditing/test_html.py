@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from browser import needs_browser, show
-from sample_reports import blocks, check, failure, record, records, report
 
-import lowtide
 from lowtide.auditing import AuditReport, Verdict
 from lowtide.auditing.html import as_html
 from lowtide.errors import MissingDependencyError
 from lowtide_zoo.page import as_html as as_zoo_html
+from support.browser import needs_browser, show
+from support.html_tags import Tags, without_scripts
+from support.sample_reports import blocks, check, records, report
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytest.importorskip("jinja2", reason="the html extra is not installed")
 pytest.importorskip("plotly", reason="the html extra is not installed")
-
-LOOK = (Path(lowtide.__file__).parent / "templates/look.css").read_text()
-SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
-
-
-class Tags(HTMLParser):
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict]] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def with_attribute(self, name: str) -> list[dict]:
-        return [attributes for _, attributes in self.found if name in attributes]
-
-
-def without_scripts(page: str) -> str:
-    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -117,79 +97,6 @@ def test_a_report_makes_its_own_page(page: str):
     assert report().to_html() == page
 
 
-@pytest.fixture(scope="module")
-def zoo() -> str:
-    return as_zoo_html(records())
-
-
-def test_the_zoo_shows_failing_models_first(zoo: str):
-    found = [tag["data-model"] for tag in Tags(zoo).with_attribute("data-model")]
-    assert found == ["zeta", "broken", "alpha", "doubtful", "unbuilt"]
-
-
-def model_part(zoo: str, model_type: str) -> str:
-    return re.search(rf'<tbody data-model="{model_type}".*?</tbody>', zoo, flags=re.DOTALL)[0]
-
-
-def test_the_zoo_has_a_verdict_for_each_mode_and_check(zoo: str):
-    def cells(model_type: str) -> list[str]:
-        return re.findall(r'<td class="v [\w-]+">([^<]*)</td>', model_part(zoo, model_type))
-
-    assert cells("alpha") == ["ok", "ok", "-"] * 2
-    assert cells("zeta") == ["ok", "FAIL", "-", "ok", "ok", "-"]
-    assert cells("doubtful") == ["FAIL?", "ok", "-", "ok", "ok", "-"]
-
-
-def test_the_zoo_explains_failures_and_how_to_repeat_them(zoo: str):
-    part = model_part(zoo, "zeta")
-    for words in ("1 failure: gradient values", "is &lt;i&gt;wrong", "repair it", "layers.0.weight", "ZetaModel"):
-        assert words in part
-    assert "lowtide audit zeta --policy &#39;default &amp; tile&#39;" in part
-    for one in records():
-        assert one.command in model_part(zoo, one.model_type)
-    assert "failed to run: ValueError: no &lt;batch&gt; fits" in model_part(zoo, "broken")
-    assert "not built: no rule" in model_part(zoo, "unbuilt")
-    assert "failed once, not confirmed" in model_part(zoo, "doubtful")
-
-
-def test_the_zoo_counts_by_check(zoo: str):
-    rows = dict(re.findall(r'<tr><th>([^<]*)</th>(<td class="bar">.*?)</tr>', zoo, flags=re.DOTALL))
-    counts = {name: list(map(int, re.findall(r"<td>(\d+)</td>", row))) for name, row in rows.items()}
-    assert counts == {
-        "outputs": [5, 0, 1, 0, 0, 0],
-        "gradient values": [5, 1, 0, 0, 0, 1],
-        "experts": [0, 0, 0, 0, 6, 0],
-    }
-
-
-def test_a_check_that_fails_everywhere_puts_no_model_first():
-    verdicts = {"default": {"outputs": "pass", "idempotent": "fail"}}
-    both = {"default": {"outputs": "fail", "idempotent": "fail"}}
-    page = as_zoo_html(
-        [record(name, verdicts=verdicts, failures=[failure("idempotent")]) for name in ("a", "b", "c")]
-        + [record("z", verdicts=both, failures=[failure("idempotent"), failure("outputs")])]
-    )
-    assert "Fails for most models: idempotent [default]." in page
-    assert [tag["data-model"] for tag in Tags(page).with_attribute("data-model")] == ["z", "a", "b", "c"]
-    assert "1 failure: outputs" in page
-    assert model_part(page, "a").count("FAIL") == 1
-
-
-def test_a_set_up_that_does_not_run_has_a_column_of_its_own():
-    broken = {"default": {"outputs": "pass"}, "reentrant": {"runs": "fail"}}
-    page = as_zoo_html([record("a", verdicts=broken, failures=[failure("runs", "reentrant")])])
-    rows = re.findall(r'<td class="mode">(\w+)</td>(.*?)</tr>', page)
-    assert [(mode, re.findall(r">([^<]*)</td>", row)) for mode, row in rows] == [
-        ("default", ["ok", "ok"]),
-        ("reentrant", ["FAIL", ""]),
-    ]
-
-
-def test_each_engine_has_its_table():
-    page = as_zoo_html([record("a"), record("a", engine="lowtide", verdicts={"recompute": {"outputs": "pass"}})])
-    assert re.findall("<h2>(.*?)</h2>", page) == ["transformers", "lowtide"]
-
-
 @pytest.mark.parametrize("make", [lambda: as_html(report()), lambda: as_zoo_html(records())], ids=["report", "zoo"])
 def test_a_page_names_nothing_to_load(make):
     page = make()
@@ -208,42 +115,8 @@ def test_without_the_extra_the_error_says_what_to_install(missing: str, monkeypa
         as_html(report())
 
 
-def test_the_zoo_needs_no_plotly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.io", None)
-    assert "zeta" in as_zoo_html(records())
-
-
-def colours(block: str) -> dict[str, tuple[float, ...]]:
-    pairs = re.findall(r"--([\w-]+): #(\w{6});", block)
-    return {name: tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, value in pairs}
-
-
-def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """As the WCAG defines it."""
-
-    def luminance(colour: tuple[float, ...]) -> float:
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
-
-
-@SCHEMES
-def test_words_can_be_read_on_their_ground(scheme: str):
-    light, dark = LOOK.split("@media (prefers-color-scheme: dark)")
-    palettes = {"light": colours(light), "dark": colours(dark.split("* {")[0])}
-    assert palettes["light"].keys() == palettes["dark"].keys()
-    palette = palettes[scheme]
-    pairs = [(kind, f"{kind}-ground") for kind in ("pass", "fail", "inconclusive", "not-applicable", "accent")]
-    pairs += itertools.product(["text", "quiet", "accent"], ["ground", "card"])
-    for ink, ground in pairs:
-        assert contrast(palette[ink], palette[ground]) >= 4.5, (scheme, ink, ground)
-
-
 @needs_browser
-@SCHEMES
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_report(scheme: str, page: str, tmp_path: Path):
     probe = """
       const seen = element => element && element.getBoundingClientRect().height > 0;
@@ -265,33 +138,6 @@ def test_a_browser_shows_the_report(scheme: str, page: str, tmp_path: Path):
     assert shown.console == []
     assert shown.answer["loaded"] == []
     assert sum(shown.pixel(4, 4)) > 700 if scheme == "light" else sum(shown.pixel(4, 4)) < 100
-
-
-@needs_browser
-@SCHEMES
-def test_a_browser_shows_the_zoo(scheme: str, zoo: str, tmp_path: Path):
-    probe = """
-      const models = () => [...document.querySelectorAll("tbody[data-model]")]
-        .filter(e => e.getBoundingClientRect().height > 0).map(e => e.dataset.model);
-      const all = models();
-      document.getElementById("failing").click();
-      const failing = models(), words = document.getElementById("shown").textContent;
-      return {all, failing, words, loaded: performance.getEntriesByType("resource").map(e => e.name)};"""
-    shown = show(zoo, tmp_path, scheme=scheme, probe=probe)
-    assert shown.answer == {
-        "all": ["zeta", "broken", "alpha", "doubtful", "unbuilt"],
-        "failing": ["zeta"],
-        "words": "1 of 5 models",
-        "loaded": [],
-    }
-    assert shown.console == []
-    assert sum(shown.pixel(4, 4)) > 700 if scheme == "light" else sum(shown.pixel(4, 4)) < 100
-
-
-@needs_browser
-def test_the_zoo_is_filtered_by_the_words_of_a_link(zoo: str, tmp_path: Path):
-    probe = 'return [...document.querySelectorAll("tbody[data-model]:not([hidden])")].map(e => e.dataset.model)'
-    assert show(zoo, tmp_path, fragment="#DOUBTFULmodel%20outputs", probe=probe).answer == ["doubtful"]
 
 
 @needs_browser

@@ -15,12 +15,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import lowtide
 import lowtide_zoo as zoo
-import tiny_models
 from lowtide import compat
 from lowtide.auditing import Verdict, audit
+from models import tiny as tiny_models
+from support.foreign_warnings import ignore_warnings_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
+    ignore_warnings_of("peft", "torch", "transformers"),
     pytest.mark.skipif(
         Version(transformers.__version__) < Version("5"), reason="the faults are those of transformers 5"
     ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from engines import Block, DoesNothing, Engine, Net, loss, net
 
 import lowtide
 from lowtide.auditing import Verdict, audit
 from lowtide.auditing.reference import Reference
 from lowtide.auditing.step import Experiment
+from models.engines import Block, DoesNothing, Engine, Net, loss, net
 
 
 class WithAnEmptyParameter(Net):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 import lowtide
-import tiny_models
 from lowtide.auditing import Verdict, audit
+from models import tiny as tiny_models
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("torch", "transformers")
 
 
 @pytest.mark.parametrize("policy", ["recompute", "recompute+tile(tokens=8, loss_tokens=8)"])

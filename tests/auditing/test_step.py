@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
-from engines import WIDTH, Bare, Block, Engine, Net, Reentrant, loss, net
 
 from lowtide.auditing import Verdict, audit
+from models.engines import WIDTH, Bare, Block, Engine, Net, Reentrant, loss, net
+from support.foreign_warnings import ignoring_warnings_of
 
 
 def test_random_states_of_devices_that_the_model_is_not_on(sim):
@@ -100,8 +99,7 @@ class Scripted(Block):
 
 def test_a_model_that_holds_torchscript():
     model, batch = net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated
+    with ignoring_warnings_of("torch"):  # TorchScript is deprecated
         model.layers = torch.nn.ModuleList(Scripted() for _ in range(3))
     checks = ["recomputed", "gradients present", "gradient values", "copy and pickle"]
     report = audit(model, batch, configure=Engine(), loss=loss, checks=checks)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from chains import BOUNDARY, TOKENS, WIDTH, Counted
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.checkpointing import Schedule
 from lowtide.errors import InvalidValueError, OffloadError
 from lowtide.stores import HostStore
+from models.chains import BOUNDARY, TOKENS, WIDTH, Counted
 
 LAYERS = 4
 

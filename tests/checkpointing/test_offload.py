@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from chains import Twice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +13,7 @@ import lowtide
 from lowtide import simdevice
 from lowtide.errors import InPlaceError, InvalidValueError, OffloadError
 from lowtide.stores import HostStore
+from models.chains import Twice
 
 
 def model() -> nn.Module:

@@ -21,8 +21,9 @@ from lowtide.errors import OffloadError
 from lowtide_zoo.audited_model import load_audited
 from lowtide_zoo.records import Record
 from support import needs_zoo
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("torch", "transformers")
 
 FACTORIES = """
 import torch

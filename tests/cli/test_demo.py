@@ -1,75 +1,14 @@
-"""The demo's acts, at a size for tests. Each of them judges itself: here it must also be able to say no."""
+"""`lowtide demo` on the command line."""
 
 from __future__ import annotations
 
 import importlib.util
-import io
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from lowtide.cli import app
-from lowtide.demo import story, training
-
-
-@pytest.fixture
-def console(sim, monkeypatch: pytest.MonkeyPatch) -> Console:
-    monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(training, "TOKENS", 192)
-    return Console(record=True, width=120, file=io.StringIO())
-
-
-@pytest.mark.filterwarnings("default")
-def test_only_ours_fits_and_learns(console):
-    story.fits(console)
-    told = console.export_text()
-    assert told.count("out of memory") >= 2
-    assert "recompute+offload: 6 regions" in told
-    assert "recomputes 6" in told
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_policy_without_effect_is_told(console, monkeypatch):
-    monkeypatch.setitem(story.WAYS, story.OURS, training.plain)
-    with pytest.raises(story.DemoError, match="should fit and learn"):
-        story.fits(console)
-
-
-@pytest.mark.filterwarnings("default")
-def test_the_audit_agrees(console):
-    story.is_right(console)
-    told = console.export_text()
-    assert "bit-identical" in told
-    assert "fail" not in told
-
-
-def test_two_ranks_agree_where_the_reentrant_engine_fails(console):
-    story.on_two_ranks(console)
-    told = console.export_text()
-    assert "gradients are the same on all ranks" in told
-    assert "Expected to mark a variable ready only once" in told
-
-
-def test_ranks_that_hang_end_the_demo(console, monkeypatch):
-    monkeypatch.setattr(story, "PATIENCE", 0.2)
-    with pytest.raises(story.DemoError, match="gave no result within 0 s"):
-        story.on_two_ranks(console)
-
-
-def test_the_plan_is_made_while_it_is_told(monkeypatch):
-    """Everything that the demo says is measured in this run: not read from a cache."""
-    asked = {}
-
-    def plan(**settings: object):
-        asked.update(settings)
-        raise story.DemoError("that is enough")
-
-    monkeypatch.setattr(story.lowtide, "plan", plan)
-    with pytest.raises(story.DemoError, match="enough"):
-        story.at_full_size(Console(file=io.StringIO()))
-    assert asked["cache"] is False
-    assert asked["model"] == story.FULL_SIZE["model"]
+from lowtide.demo import story
 
 
 def test_what_is_missing_is_named(monkeypatch):

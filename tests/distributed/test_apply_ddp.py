@@ -3,50 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from joined import assert_joined, to_numpy
-from launcher import run_ranks, with_backend
-from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import simdevice
-
-WIDTH, TOKENS = 32, 64
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, *, hidden):
-        return hidden + self.down(F.gelu(self.up(hidden)))
-
-
-class Model(nn.Module):
-    """Runs its first block twice: shared weights are what reentrant checkpointing trips over under DDP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.unused = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        for layer in (self.layers[0], *self.layers):
-            x = layer(hidden=x)
-        return x
-
-
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model().train()
-
-
-def batch(rank: int) -> torch.Tensor:
-    torch.manual_seed(100 + rank)
-    return torch.randn(TOKENS, WIDTH)
+from models.shared_block import batch, model
+from support.joined import assert_joined, to_numpy
+from support.launcher import run_ranks, with_backend
 
 
 def enable_sim() -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from joined import assert_joined, to_numpy
-from launcher import run_ranks
-from test_apply_ddp import batch, model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
+from models.shared_block import batch, model
+from support.joined import assert_joined, to_numpy
+from support.launcher import run_ranks
 
 
 def sharded_gradients(rank: int, units: str) -> dict:

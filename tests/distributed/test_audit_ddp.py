@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launcher import run_ranks, with_backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import simdevice
 from lowtide.auditing.reference import differ_between_ranks
+from support.launcher import run_ranks, with_backend
 
 
 class Opaque:

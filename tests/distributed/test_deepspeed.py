@@ -13,19 +13,20 @@ import re
 
 import pytest
 import torch
-from adapted_models import ADAPTATIONS, MODELS, batch, make
-from deepspeed_on_sim import use_cpu, use_sim
-from launcher import run_ranks, with_backend
-from pairs import marked
 from torch import nn
 
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import InvalidValueError
-from routed import Routed
+from models.adapted import ADAPTATIONS, MODELS, batch, make
+from models.routed import Routed
+from support.deepspeed_on_sim import use_cpu, use_sim
+from support.foreign_warnings import ignore_warnings_of
+from support.launcher import run_ranks, with_backend
+from support.pairs import marked
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
+    ignore_warnings_of("deepspeed", "peft", "torch", "transformers"),
     pytest.mark.timeout(900),
     # not imported here: that has effects on the whole process
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed"),

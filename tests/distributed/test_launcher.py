@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RankFailedError, run_ranks
+
+from support.launcher import RankFailedError, run_ranks
 
 
 def add_up(rank: int, factor: int) -> float:

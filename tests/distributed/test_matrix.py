@@ -10,18 +10,19 @@ import contextlib
 import itertools
 
 import pytest
-from adapted_models import ADAPTATIONS, MODELS, batch, make, reference
-from joined import assert_joined, to_numpy
-from launcher import run_ranks, with_backend
-from pairs import marked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import simdevice
+from models.adapted import ADAPTATIONS, MODELS, batch, make, reference
+from support.foreign_warnings import ignore_warnings_of
+from support.joined import assert_joined, to_numpy
+from support.launcher import run_ranks, with_backend
+from support.pairs import marked
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("peft", "torch", "transformers")
 
 ENGINES = {
     "ddp": {},

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
-from launcher import RankFailedError, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide.stores import DiskStore
+from support.launcher import RankFailedError, run_ranks
 
 BOUND = 60
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks, with_backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import simdevice
+from support.launcher import run_ranks, with_backend
 
 
 def enable_sim() -> str:

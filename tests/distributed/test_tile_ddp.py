@@ -6,10 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from joined import assert_joined, to_numpy
-from launcher import run_ranks
-from tiled_model import batch, model
 from torch.nn.parallel import DistributedDataParallel
+
+from models.tiled import batch, model
+from support.joined import assert_joined, to_numpy
+from support.launcher import run_ranks
 
 STEPS = 2
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from joined import assert_joined, to_numpy
-from launcher import run_ranks
-from tiled_model import Mlp, batch, model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from models.tiled import Mlp, batch, model
+from support.joined import assert_joined, to_numpy
+from support.launcher import run_ranks
 
 
 class Collectives(TorchDispatchMode):

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from support.launcher import run_ranks
 
 LAYERS, TOKENS, WIDTH, INNER = 3, 32, 64, 256
 BOUNDARY = TOKENS * WIDTH * 4

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from faulty_disk import FaultyDisk
+from support.faulty_disk import FaultyDisk
 
 
 @pytest.fixture

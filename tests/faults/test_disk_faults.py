@@ -7,12 +7,12 @@ import os
 import resource
 
 import pytest
-from trained import BOUNDARY, DEVICES, LAYERS, Scene, assert_same, build, forward, on_disk, train_step
 
 import lowtide
 from lowtide.errors import StoreError
 from lowtide.stores import host_memory as memory
 from lowtide.stores.host_memory import buffer_of
+from models.trained import BOUNDARY, DEVICES, LAYERS, Scene, assert_same, build, forward, on_disk, train_step
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 

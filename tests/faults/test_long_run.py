@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 
 import pytest
-from trained import BOUNDARY, LAYERS, Scene, assert_same, open_files, our_threads, train_step
 
 from lowtide import simdevice
 from lowtide.stores.disk import THREADS
+from models.trained import BOUNDARY, LAYERS, Scene, assert_same, open_files, our_threads, train_step
 
 POLICIES = [
     ("cpu", "recompute+offload(disk={}, tmpfs)"),

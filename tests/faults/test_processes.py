@@ -11,9 +11,9 @@ import traceback
 
 import pytest
 import torch
-from trained import Scene, on_disk
 
 from lowtide.errors import StoreError
+from models.trained import Scene, on_disk
 from support import run_python
 
 

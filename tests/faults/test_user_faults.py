@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained import (
+
+import lowtide
+from lowtide import simdevice
+from models.trained import (
     BOUNDARY,
     DEVICES,
     TOKENS,
@@ -22,9 +25,6 @@ from trained import (
     on_disk,
     train_step,
 )
-
-import lowtide
-from lowtide import simdevice
 from support import eventually
 
 STORES = {

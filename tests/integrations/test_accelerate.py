@@ -9,9 +9,11 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 import lowtide
 from lowtide.errors import InvalidValueError
 from lowtide.integrations.accelerate import check_fsdp, prepare
-from tiny_models import llama
+from models.tiny import llama
+from support import ignore_dropped_caches
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("accelerate", "torch", "transformers")
 
 
 def step(run):
@@ -40,6 +42,7 @@ def prepared(accelerator, model):
 
 
 @pytest.mark.parametrize("run", [applied_first, prepared])
+@ignore_dropped_caches
 def test_a_step_is_that_of_the_plain_model(run):
     expected, _ = step(plain)
     ours, applied = step(run)

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_torchrun import torchrun
 
 from lowtide.stores.files import IN_MEMORY, file_system
+from support.torchrun import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from beside_ours import (
+
+from support.beside_ours import (
     BOUNDARY,
     LAYERS,
     LEAVES,
@@ -25,12 +26,12 @@ from beside_ours import (
     patched_llama,
     skip_without,
 )
-from joined import assert_joined
-from launcher import RankFailedError, run_ranks, with_backend
+from support.joined import assert_joined
+from support.launcher import RankFailedError, run_ranks, with_backend
 
 skip_without("arctic_training")
 
-APPLY = "test_arctic:apply_it"
+APPLY = f"{__name__}:apply_it"
 THEIRS = "arctic_training.monkey_patches.CheckpointFunctionWithCPUOffload"
 
 

@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 import torch
-from beside_ours import enable_sim, skip_without, step
-from launcher import RankFailedError, run_ranks, with_backend
 
 import lowtide
-from tiny_models import llama
+from models.tiny import llama
+from support.beside_ours import enable_sim, skip_without, step
+from support.launcher import RankFailedError, run_ranks, with_backend
 
 skip_without("axolotl")
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 
 def axolotl_run():
-    return importlib.import_module("axolotl_run")
+    return importlib.import_module("support.axolotl_run")
 
 
 def plugin():

@@ -12,7 +12,8 @@ import os
 
 import pytest
 import torch
-from beside_ours import (
+
+from support.beside_ours import (
     LAYERS,
     LEAVES,
     READY_TWICE,
@@ -25,8 +26,8 @@ from beside_ours import (
     patched_llama,
     skip_without,
 )
-from joined import assert_joined
-from launcher import RankFailedError, run_ranks, with_backend
+from support.joined import assert_joined
+from support.launcher import RankFailedError, run_ranks, with_backend
 
 skip_without("unsloth_zoo")
 
@@ -58,17 +59,17 @@ def apply_smart() -> None:
 
 @with_backend(enable_sim)
 def chain(rank, which, *args):
-    return patched_chain(rank, f"test_unsloth:apply_{which}", *args)
+    return patched_chain(rank, f"{__name__}:apply_{which}", *args)
 
 
 @with_backend(enable_sim)
 def llama(rank, which, *args):
-    return patched_llama(rank, f"test_unsloth:apply_{which}", *args)
+    return patched_llama(rank, f"{__name__}:apply_{which}", *args)
 
 
 @with_backend(enable_sim)
 def ddp(rank, which, *args):
-    return ddp_gradients(rank, f"test_unsloth:apply_{which}", *args)
+    return ddp_gradients(rank, f"{__name__}:apply_{which}", *args)
 
 
 @pytest.mark.parametrize("which", PATCHES)

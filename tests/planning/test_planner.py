@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from planned_models import CONFIG
 
 import lowtide
 from lowtide.errors import DoesNotFitError, InvalidValueError, PlanError, SilentNoOpError
@@ -24,6 +23,7 @@ from lowtide.hardware.accelerators import find_accelerator, margins_for
 from lowtide.planning.max_fit import find_max
 from lowtide.simulation.region_costs import REGION_POLICIES
 from lowtide.targets.job import Job
+from models.planned import CONFIG
 from support import needs_transformers_5
 
 pytestmark = [needs_transformers_5, pytest.mark.usefixtures("cache")]
@@ -142,7 +142,7 @@ class TestAPolicyThatDoesNothingToAModel:
     """Blocks whose saved tensors are too small to be moved."""
 
     def test_the_others_are_judged_and_a_note_says_so(self):
-        plan = lowtide.plan("own_model:small", device="L40S")
+        plan = lowtide.plan("models.own:small", device="L40S")
         assert plan.fits
         assert [candidate.policy for candidate in plan.candidates if "offload" in candidate.policy] == []
         assert {"none", "recompute", "tile(mlp)", "recompute+tile(mlp)"} <= {c.policy for c in plan.candidates}
@@ -153,7 +153,7 @@ class TestAPolicyThatDoesNothingToAModel:
 
     def test_one_that_is_asked_for_by_name_is_refused(self):
         with pytest.raises(SilentNoOpError, match="expected its saved tensors to be offloaded"):
-            lowtide.plan("own_model:small", device="L40S", policy="offload")
+            lowtide.plan("models.own:small", device="L40S", policy="offload")
 
     def test_the_longest_sequence_is_found_without_it(self):
         config = transformers.LlamaConfig(

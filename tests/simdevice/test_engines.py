@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lowtide import simdevice
+from models.attending import Block
 
 BUGS = {
     "no wait before D2H": {"read-race"},
@@ -97,22 +98,6 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         torch.accelerator.synchronize()
         self.in_flight.clear()
         self.borrowed.clear()
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + attended.transpose(1, 2).flatten(2)
-        return x + self.mlp(x)
 
 
 def gradients(hooks: Offload | None, *, stream: torch.Stream | None = None) -> list[torch.Tensor]:

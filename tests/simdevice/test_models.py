@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lowtide import simdevice
-from tiny_models import llama, qwen3_vl
+from models.tiny import llama, qwen3_vl
+from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("torch", "transformers")
 
 
 @pytest.mark.parametrize("build", [llama, qwen3_vl])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from support.foreign_warnings import ignore_warnings_of, ignoring_warnings_of
 
 SAMPLES = 3
 
@@ -64,7 +64,7 @@ DTYPES = (torch.float32, torch.int64, torch.complex64)
 COMPARED = [op for op in op_db if name_of(op) not in NOT_COMPARED and op.supported_dtypes("cpu") & set(DTYPES)]
 
 
-@pytest.mark.filterwarnings("ignore")
+@ignore_warnings_of("torch")
 @pytest.mark.parametrize("op", COMPARED, ids=name_of)
 def test_operator_agrees_with_the_cpu(sim, op):
     supported = op.supported_dtypes("cpu")
@@ -138,8 +138,7 @@ def test_printing_copying_and_saving(sim, tmp_path):
 
 def test_a_pinning_data_loader(sim):
     data = torch.utils.data.TensorDataset(torch.arange(8.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with ignoring_warnings_of("torch"):
         batches = [batch for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True)]
     assert all(batch.is_pinned() for batch in batches)
     moved = [batch.to(sim, non_blocking=True) for batch in batches]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engines import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import simdevice
+from models.attending import Block
 from support import needs_trl_on_any_device
+from support.foreign_warnings import ignore_warnings_of
 
 
 def run(layers: nn.Module, x: torch.Tensor, *, checkpointing: bool) -> torch.Tensor:
@@ -19,7 +20,7 @@ def run(layers: nn.Module, x: torch.Tensor, *, checkpointing: bool) -> torch.Ten
 
 
 @needs_trl_on_any_device
-@pytest.mark.filterwarnings("ignore")
+@ignore_warnings_of("torch", "trl")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trl_offload_with_streams_runs_clean_and_exact(sim, checkpointing):
     from trl.models.activation_offloading import OffloadActivations

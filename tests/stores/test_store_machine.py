@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from faulty_disk import FaultyDisk
 from lowtide import simdevice
 from lowtide.errors import StoreError
 from lowtide.stores import DiskStore, HostStore, TieredStore
 from support import eventually
+from support.faulty_disk import FaultyDisk
 
 BLOCK, LIMIT = 8192, 256 * 1024
 places = st.integers(0, 20)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mlps import HIDDEN, Dropping, Gated, Lora, Tied, WithArguments, batch, build, routed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import InPlaceError, InvalidValueError, NotTokenWiseError
+from models.mlps import HIDDEN, Dropping, Gated, Lora, Tied, WithArguments, batch, build, routed
 
 TOLERANCE = 1e-12
 

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from mlps import Gated, batch, build
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lowtide
 from lowtide import simdevice
 from lowtide.tiling.tile import TILE_BYTES, tokens_per_tile
+from models.mlps import Gated, batch, build
 
 
 class Block(nn.Module):

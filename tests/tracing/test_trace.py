@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from traced import INNER, LAYERS, TOKENS, WIDTH, Functional, batch, boundary, gradients, inside, stack, step
 
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import InvalidValueError, NoRegionError
+from models.traced import INNER, LAYERS, TOKENS, WIDTH, Functional, batch, boundary, gradients, inside, stack, step
 
 NAMES = [str(place) for place in range(LAYERS)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,1 @@
+"""Models that several test modules train, each with the batches that fit it."""

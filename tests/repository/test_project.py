@@ -1,0 +1,131 @@
+"""The project's own promises: versions agree, and the code in README, docs and CONTRIBUTING runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from lowtide import compat
+from lowtide.units import format_bytes
+from support.pages import CODE
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
+
+
+def metadata() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements() -> list[Requirement]:
+    project = metadata()
+    texts = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    return [Requirement(text) for text in texts]
+
+
+def test_tested_versions_are_those_that_are_pinned():
+    pins = constraints()
+    assert {name: str(version) for name, version in compat.TESTED.items()} == {n: pins[n] for n in compat.TESTED}
+
+
+def test_minimum_versions_are_those_of_the_metadata():
+    ranges = {requirement.name: str(requirement.specifier) for requirement in requirements()}
+    assert {name: f">={version}" for name, version in compat.MINIMUM.items()} == {n: ranges[n] for n in compat.MINIMUM}
+
+
+def test_every_requirement_is_pinned_and_admits_its_pin():
+    pins = constraints()
+    for requirement in requirements():
+        if requirement.name != "lowtide":
+            assert requirement.specifier.contains(pins[requirement.name]), requirement
+
+
+def test_the_extras_are_there():
+    assert set(metadata()["optional-dependencies"]) == {"hf", "deepspeed", "html", "sim", "dev", "docs"}
+
+
+NEEDS_TRANSFORMERS_5 = pytest.mark.skipif(
+    compat.installed_version("transformers") < Version("5"), reason="plans of transformers models need transformers 5"
+)
+
+
+def python_blocks() -> list:
+    return [
+        pytest.param(
+            block["code"],
+            block["output"],
+            id=f"{page.relative_to(ROOT)}:{number}",
+            marks=[NEEDS_TRANSFORMERS_5] if "lowtide.plan(" in block["code"] else [],
+        )
+        for page in PAGES
+        for number, block in enumerate(CODE.finditer(page.read_text()), start=1)
+    ]
+
+
+def comparable(text: str) -> str:
+    """The pages show figures of transformers 5: a model of 4.57 has other buffers and bytes."""
+    is_of_a_model = "held after forward" in text or "model.layers" in text
+    if compat.installed_version("transformers") < Version("5") and is_of_a_model:
+        return re.sub(r"\d+(\.\d+)?( [KMG]?i?B)?", "#", text)
+    return text
+
+
+@pytest.mark.parametrize(("code", "output"), python_blocks())
+def test_code_in_readme_and_docs_runs_and_prints_what_is_shown(code: str, output: str | None, tmp_path: Path):
+    script = tmp_path / "block.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    if output is not None:
+        assert comparable(done.stdout) == comparable(output)
+
+
+def test_the_readme_has_code_to_run():
+    assert any("README" in block.id for block in python_blocks())
+
+
+def test_the_readme_shows_a_plan_of_the_tables():
+    """The same figures as in docs/plans.json, which `make plans` writes."""
+    (shown,) = re.findall(
+        r"\$ lowtide plan Qwen3-VL-4B --tokens 128k(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    plans = json.loads((ROOT / "docs/plans.json").read_text())
+    (plan,) = [plan for plan in plans if plan["case"]["model"] == "Qwen3-VL-4B" and plan["case"]["tokens"] == "128k"]
+    rows = {candidate["policy"]: candidate for candidate in plan["candidates"]}
+    lines = [line.split() for line in shown.splitlines() if line.startswith(("no ", "fits "))]
+    assert len(lines) > 4
+    for verdict, policy, *figures in lines:
+        row = rows[policy]
+        host = [format_bytes(row["host_bytes"])] if row["host_bytes"] else []
+        told = " ".join([format_bytes(row["device_bytes"]), *host, f"{row['seconds']:.0f} s"])
+        assert (verdict == "fits", " ".join(figures)) == (row["fits"], told)
+    assert f'lowtide.apply(model, "{plan["best"]}")' in shown
+
+
+def test_the_readme_names_the_tested_versions():
+    rows = dict(
+        re.findall(r"^\| (\w+) \| (\d[\d.]* \| \d[^|,]*?)(?:,.*)? \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    )
+    assert rows == {name: f"{compat.MINIMUM[name]} | {tested}" for name, tested in compat.TESTED.items()}
+
+
+def test_pages_install_with_the_constraints():
+    """A range that admits a newer torch would pull another build: every install from a checkout names the pins."""
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if re.search(r"pip install .*(-e|\[dev)", line):
+                assert "-c constraints.txt" in line, f"{page.name}: {line}"

@@ -1,0 +1,113 @@
+"""Pages and drawings of the docs that programs write: they are what the programs make of the data beside them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowtide
+import lowtide.auditing
+import lowtide.hardware
+import lowtide.planning
+import lowtide.simdevice
+from lowtide.hardware.accelerators import load_table
+from lowtide.targets.target import known_models
+from models.tiny import IS_4
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def _program(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_zoo_page_shows_the_records():
+    assert (DOCS / "zoo.md").read_text() == _program("zoo_page").from_records()
+
+
+def test_the_plan_tables_show_the_plans():
+    assert (DOCS / "plan_tables.md").read_text() == _program("plan_tables").page(
+        json.loads((DOCS / "plans.json").read_text())
+    )
+
+
+def test_the_page_about_plans_names_all_that_is_known():
+    page = (DOCS / "plan.md").read_text()
+    for what, names in {"GPUs": [row.name for row in load_table()], "models": list(known_models())}.items():
+        assert f"Known {what}: {', '.join(names)}" in page
+
+
+def test_the_reasons_count_the_records():
+    why = (DOCS / "why.md").read_text()
+    assert "| architectures audited |" in why
+    assert why == _program("zoo_page").with_table(why)
+
+
+def test_the_drawings_of_a_step_show_the_samples():
+    program = _program("step_drawings")
+    drawn = program.drawings(json.loads(program.DATA.read_text()))
+    assert drawn == {name: (program.IMAGES / name).read_text() for name in drawn}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(IS_4, reason="plans of transformers models need transformers 5")
+def test_the_samples_of_a_step_are_those_of_a_plan():
+    program = _program("step_drawings")
+    (kept,) = (step for step in json.loads(program.DATA.read_text()) if step["policy"] == "recompute")
+    again = program.measured("recompute")
+    assert (again["peak_bytes"], again["host_bytes"]) == (kept["peak_bytes"], kept["host_bytes"])
+    assert [sample[1:] for sample in again["samples"]] == [sample[1:] for sample in kept["samples"]]
+    assert max(sum(sample[2:]) for sample in kept["samples"]) == kept["peak_bytes"]
+
+
+def test_no_architecture_fails_with_our_engine():
+    (data,) = (DOCS / "zoo").glob("lowtide-on-transformers-*.json")
+    records = json.loads(data.read_text())["records"]
+    by_status: dict[str, int] = {}
+    for record in records:
+        by_status[record["status"]] = by_status.get(record["status"], 0) + 1
+        assert not record["failures"], record["model_type"]
+        assert record["status"] == "audited" or record["why"], record["model_type"]
+    assert set(by_status) == {"audited", "refused", "not built"}
+    assert by_status["audited"] >= 560
+
+
+def test_the_architecture_page_names_the_modules_that_there_are():
+    rows = [line for line in (DOCS / "architecture.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [line.strip("| ").split(" | ") for line in rows if ".cpp" not in line and ".h`" not in line]
+    named = {name: text for names, text in rows for name in re.findall(r"`(\w+)`", names)}
+    package = ROOT / "src" / "lowtide"
+    there = {path.stem for path in package.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    assert named.keys() == there
+    for module, text in named.items():
+        inside = {path.stem for path in (package / module).glob("*") if not path.name.startswith("_")}
+        unknown = set(re.findall(r"`(\w+)`", text)) - inside - {"lowtide", *lowtide.__all__}
+        assert not unknown, module
+
+
+def test_the_architecture_page_names_the_sources_of_the_device():
+    sources = {path.name for path in (ROOT / "src" / "lowtide" / "simdevice" / "csrc").iterdir()}
+    named = set(re.findall(r"`(\w+\.(?:cpp|h))`", (DOCS / "architecture.md").read_text()))
+    assert named <= sources
+    assert {name for name in sources if name.endswith(".cpp")} <= named
+
+
+def test_the_reference_names_all_that_is_public():
+    page = (DOCS / "reference.md").read_text()
+    for package in (lowtide, lowtide.planning, lowtide.hardware, lowtide.auditing, lowtide.simdevice):
+        missing = {name for name in package.__all__ if not re.search(rf"\b{name}\b", page)}
+        assert not missing, package.__name__
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md\b", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
