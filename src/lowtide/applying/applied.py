@@ -152,7 +152,7 @@ class Applied:
         self._install_regions(model, installation, tiles_by_region)
 
     def _switch_off_own_checkpointing(self, model: nn.Module) -> None:
-        """Else regions would be recomputed twice, and those that the policy leaves alone once."""
+        """Switch off transformers' flag: else regions would be recomputed twice, and those left alone once."""
         for module in model.modules():
             if checkpoints_itself(module):
                 module.gradient_checkpointing = False  # type: ignore[assignment]

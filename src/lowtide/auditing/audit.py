@@ -182,7 +182,7 @@ def _check(case: Case, name: str) -> CheckResult:
 
 
 def _detached(case: Case, error: NoGradientError) -> CheckResult:
-    """The plain model's loss requires a gradient, and this one's does not."""
+    """Report that the set-up's loss requires no gradient although the plain model's does."""
     return case.result(
         "gradients present",
         Verdict.FAIL,

@@ -127,7 +127,7 @@ class Calls:
             pass
 
     def _count_restored(self, name: str, values: Any) -> None:
-        """As a block begins to run again, known by its first module: count the recomputes whose inputs are still alive.
+        """Count the recomputes whose inputs are still alive, as a block, known by its first module, runs again.
 
         Blocks that run for the same node of the graph belong to one recompute: they lie inside one another (LongCat's
         layers hold two attentions each), and what is passed between them is not an input that was restored.

@@ -83,7 +83,7 @@ class AuditReport:
 
     @property
     def conclusion(self) -> str:
-        """In a few words: ok, or why not."""
+        """The verdict in a few words: ok, or why not."""
         if self.failures:
             return f"{len(self.failures)} of {len(self.checks)} checks failed"
         if self.unproven:
