@@ -70,7 +70,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 @pytest.mark.parametrize(
     ("pattern", "least"),
-    [(r"/simdevice/csrc/\w+\.cpp$", 15), (r"/templates/\w+\.(html|css)$", 5), (r"/planning/\w+\.json$", 2)],
+    [(r"/simdevice/csrc/\w+\.cpp$", 15), (r"/templates/\w+\.(html|css)$", 5), (r"/(hardware|targets)/\w+\.json$", 2)],
 )
 def test_what_is_no_python_is_there(wheel, pattern, least):
     found = [name for name in wheel.namelist() if re.search(pattern, name)]

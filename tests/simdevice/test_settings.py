@@ -145,4 +145,4 @@ def test_another_out_of_tree_device_is_named():
         "import torch; torch.utils.rename_privateuse1_backend('npu')\nfrom lowtide import simdevice; simdevice.enable()"
     )
     assert "SimDeviceError" in done.stderr
-    assert "'npu' holds it" in done.stderr
+    assert "'npu' has taken it" in done.stderr

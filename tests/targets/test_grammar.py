@@ -28,12 +28,13 @@ from lowtide.targets.target import find_target
 from lowtide_zoo import audited_model
 from lowtide_zoo.audited_model import load_audited
 from support import needs_transformers_5, needs_zoo
+from support.foreign_warnings import ignore_warnings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = ignore_warnings_of("transformers", "torch", "huggingface_hub")
 
 SIZES = {
     "vocab_size": 64,

@@ -174,7 +174,7 @@ def _bend(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x) * torch.sigmoid(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_function_that_ends_in_torchscript():
     """Its interpreter makes an error without words of what ends a recompute (ZoeDepth's attention ends so)."""
     linear, bend, x = nn.Linear(8, 8), torch.jit.script(_bend), torch.randn(32, 8, requires_grad=True)

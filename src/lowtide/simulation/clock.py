@@ -88,6 +88,10 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        """Tell that no graph is captured: torch's optimizers ask since 2.15."""
+        return False
+
     def __enter__(self) -> Self:
         self._replaced.append(self.clock.current)
         self.clock.current = self
