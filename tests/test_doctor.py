@@ -103,9 +103,9 @@ def software(name: str) -> Fact:
 @pytest.mark.parametrize(
     ("package", "version", "note"),
     [
-        ("torch", "2.13.0+cpu", "tested with 2.10.0 to 2.15.0"),
-        ("torch", "2.15.0+cpu", "tested with 2.10.0 to 2.15.0"),
-        ("torch", "2.16.1", "newer than what is tested: 2.10.0 to 2.15.0"),
+        ("torch", "2.13.0+cpu", "tested with 2.12.1 to 2.15.0"),
+        ("torch", "2.15.0+cpu", "tested with 2.12.1 to 2.15.0"),
+        ("torch", "2.16.1", "newer than what is tested: 2.12.1 to 2.15.0"),
         ("peft", "0.21.2", ""),
         ("peft", "0.18", "tested with 0.21.2"),
         ("peft", "1.0", "newer than what is tested: 0.21.2"),

@@ -16,7 +16,6 @@ from torch import nn
 
 import lowtide
 from lowtide import simdevice
-from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.errors import InvalidValueError, OffloadError
 from models.tiny import llama, transformers
 
@@ -119,19 +118,8 @@ class TestCurried:
             with pytest.raises(InvalidValueError, match=r"without a function .* x: pass arguments to the wrapped"):
                 framework.activation_checkpoint(x=x)(torch.tanh)(x)
 
-    def test_functions_wrapped_inside_are_torchs_own_afterwards(self, framework, monkeypatch):
-        """Before 2.14 torch has no such form: there `below` is given one."""
-        if "respect_saved_tensors_hooks" not in CHECKPOINT_KEYWORDS:
-            genuine = GENUINE["checkpoint"]
-
-            def newer(function=None, *args, **kwargs):
-                return (
-                    genuine(function, *args, **kwargs) if function else lambda f: functools.partial(newer, f, **kwargs)
-                )
-
-            newer.__module__, newer.__qualname__ = genuine.__module__, genuine.__qualname__
-            monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", newer)
-            framework.activation_checkpoint = newer
+    def test_functions_wrapped_inside_are_torchs_own_afterwards(self, framework):
+        """Also where torch has no such form itself, before 2.14."""
         below, runs = framework.activation_checkpoint, []
 
         def tanh(x):
@@ -148,6 +136,24 @@ class TestCurried:
         assert patch.calls == 1
         assert len(runs) == 4, "run again in both backwards"
         torch.testing.assert_close(x.grad, 1 - x.detach().tanh() ** 2)
+
+
+def test_a_keyword_that_is_ours_and_not_torchs_belongs_to_the_function(framework):
+    """Torch hands `offload` on, so a function may have one. `respect_saved_tensors_hooks` is a setting everywhere."""
+    x, seen = torch.ones(3, requires_grad=True), []
+
+    def scale(x, *, offload):
+        seen.append(offload)
+        return x.sin() * offload
+
+    with lowtide.patch_torch() as patch:
+        out = framework.activation_checkpoint(
+            scale, x, offload=2.0, use_reentrant=False, respect_saved_tensors_hooks=False
+        )
+        out.sum().backward()
+    assert patch.calls == 1
+    assert seen == [2.0, 2.0], "forward and recompute"
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
 
 def test_transformers_with_its_own_flag():

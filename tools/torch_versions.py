@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "versions.json"
 README = ROOT / "README.md"
 TABLE = re.compile(r"(?<=<!-- versions of torch: written by tools/torch_versions.py -->\n).*?(?=\n\n)", re.DOTALL)
-SETTINGS = re.compile(r"-n\b|--dist\b|-o\b|\d+$|load\w+$|timeout=\d+$|-q$|-v$")
+SETTINGS = re.compile(r"-n\b|--dist\b|-o\b|\d+$|load\w+$|timeout=\d+$|-q$|-v$|--tb=")
 """Arguments of pytest that select no tests."""
 
 

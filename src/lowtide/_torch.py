@@ -4,7 +4,7 @@ Torch has no public way to ask which backward runs, what version a tensor has, o
 engine that works on saved tensors must ask. A new torch release is therefore read against this file alone. ruff bans
 these names elsewhere, a test looks for the rest, and the documentation lists this page as it stands.
 
-Each entry says what it is for, which torch has it ("2.10" means 2.10 or earlier: older releases are not supported) and
+Each entry says what it is for, which torch has it ("2.10" means 2.10 or earlier) and
 what public thing would replace it. The emulated device (`simdevice`) registers itself with torch by names that are not
 listed here.
 """

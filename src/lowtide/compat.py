@@ -13,7 +13,7 @@ from typing import Any
 from packaging.version import Version
 
 MINIMUM = {
-    "torch": Version("2.10"),
+    "torch": Version("2.12"),
     "transformers": Version("4.57"),
     "accelerate": Version("1.10"),
     "peft": Version("0.17"),
@@ -32,7 +32,7 @@ TESTED = {
 }
 """The versions that the tests run with (`constraints.txt` pins the same)."""
 
-_TESTED_TORCH = (Version("2.10.0"), Version("2.15.0"))
+_TESTED_TORCH = (Version("2.12.1"), Version("2.15.0"))
 
 
 def tested_torch() -> tuple[Version, Version]:

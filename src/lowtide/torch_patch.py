@@ -20,6 +20,7 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.checkpointing import Schedule
 from lowtide.checkpointing.checkpoint import checkpoint
 from lowtide.checkpointing.schedule import as_schedule
@@ -37,6 +38,9 @@ _REPLACED = (
     ("deepspeed.runtime.activation_checkpointing.checkpointing", "checkpoint"),
 )
 """Torch's function, and functions of other packages that do the same; replaced if they are loaded."""
+
+_SETTINGS = CHECKPOINT_KEYWORDS | {"respect_saved_tensors_hooks"}
+"""Keywords of torch's function: this torch's own, and the one that frameworks pass to older ones as well."""
 
 _BYPASSED = (("torch.utils.checkpoint", "CheckpointFunction"),)
 """What the replaced functions call: somebody's patch there has no effect while they are replaced."""
@@ -114,9 +118,9 @@ class TorchPatch:
         self.remove()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer one call of a replaced function."""
-        self.calls += 1
-        return checkpoint(function, *args, offload=self._schedule, **kwargs)
+        """Answer one call of a replaced function. Torch's own keywords are settings, the rest is the function's."""
+        settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
+        return self.run_curried(settings, function, args, kwargs)
 
     def run_curried(
         self, settings: dict[str, Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -162,7 +166,8 @@ class _Replacement:
         @functools.wraps(function, updated=())
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not self.is_active:
-                return self.below(**settings)(function)(*args, **kwargs)
+                bound = functools.partial(function, **kwargs) if kwargs else function
+                return self.below(bound, *args, **settings)
             self.note_call()
             return self._patch.run_curried(settings, function, args, kwargs)
 

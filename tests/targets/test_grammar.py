@@ -82,6 +82,9 @@ def nothing():
 def four():
     return Stack(), 1, {}, 2
 
+def exits():
+    sys.exit(7)
+
 def extends_the_path():
     sys.path.append("/a/place/of/the/users")
     return pair()
@@ -182,6 +185,9 @@ FORMS = ("Llama-3.1-8B", "org/model", "config.json", "folder", "(llama)", "MODUL
         ("a/b/c", "there is no a/b/c"),
         ("empty", "empty has no config.json"),
         ("module:", "unknown model 'module:'"),
+        ("", "the name of the model is empty: give a known name"),
+        (r"C:\models\x", r"unknown model 'C:\\models\\x'"),
+        ("./no:where", "there is no ./no:where"),
     ],
 )
 def test_what_is_unknown_is_refused_in_the_same_words(here: Path, name: str, message: str):
@@ -207,6 +213,15 @@ def test_a_file_that_is_no_configuration_is_refused_by_both(here: Path, content:
             find("config.json")
 
 
+@pytest.mark.parametrize("fields", [{"hidden_size": "abc"}, {"num_attention_heads": 0}])
+def test_a_configuration_that_cannot_be_built_is_one_message_and_exit_code_2(here: Path, fields: dict[str, object]):
+    (here / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **fields}))
+    for verb, options in (("plan", ("--device", "L40S", "--tokens", "8", "--no-cache")), ("audit", ())):
+        result = run(verb, "config.json", *options)
+        assert result.exit_code == 2, verb
+        assert result.stderr.startswith("error"), verb
+
+
 def test_a_model_type_that_transformers_does_not_have_is_refused_by_both(here: Path):
     (here / "config.json").write_text('{"model_type": "of_next_year"}')
     for make, kind in ((planned, PlanError), (load_audited, CannotAuditError)):
@@ -226,6 +241,7 @@ class TestFactories:
             ("raises", "named_factories:raises could not be run: RuntimeError: no model today"),
             ("missing", "named_factories:missing cannot be imported: .* has no attribute 'missing'"),
             ("nothing", r"must return a torch.nn.Module, \(model, batch\), or .*; it returned NoneType"),
+            ("exits", "named_factories:exits could not be run: SystemExit: 7"),
             ("four", "must return .*; it returned tuple"),
         ],
     )
@@ -282,6 +298,18 @@ class TestTheImportPath:
         assert "error" not in done.stderr, done.stderr
         assert json.loads(done.stdout)
 
+    @pytest.mark.parametrize("verb", [("audit", "--checks", "gradients present"), ("plan", "--tokens", "8")])
+    def test_a_file_of_the_current_folder_does_not_hide_a_package(self, here: Path, verb: tuple[str, ...]):
+        for package in ("transformers", "peft", "scipy", "jinja2"):
+            (here / f"{package}.py").write_text(f"raise RuntimeError('the wrong {package} was imported')")
+        transformers.LlamaConfig(**SIZES).save_pretrained(here / "folder")
+        options = ("--device", "L40S", "--policy", "none", "--no-cache") if verb[0] == "plan" else ("--policy", "none")
+        program = "import sys; sys.path[0] = '/bin'; from lowtide.cli import app; app()"
+        command = [sys.executable, "-c", program, verb[0], "folder", *verb[1:], *options, "--format", "json"]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+        assert "the wrong" not in done.stderr, done.stderr
+        assert json.loads(done.stdout)
+
 
 class TestWeights:
     def test_those_in_the_folder_are_used(self, here: Path, llama: transformers.LlamaForCausalLM):
@@ -289,6 +317,11 @@ class TestWeights:
         for form in ("folder", "folder/config.json"):
             weight = load_audited(form).model.lm_head.weight
             assert torch.equal(weight.float(), llama.lm_head.weight)
+
+    def test_another_file_of_a_training_run_is_not_taken_for_them(self, here: Path):
+        transformers.LlamaConfig(**SIZES).save_pretrained(here / "folder")
+        torch.save({}, here / "folder" / "training_args.bin")
+        assert load_audited("folder").model.lm_head.weight.std() > 0
 
     def test_random_ones_come_from_the_seed(self, here: Path):
         transformers.LlamaConfig(**SIZES).save_pretrained(here / "folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import fnmatch
@@ -130,12 +131,14 @@ def _audit_one(
     import lowtide
     from lowtide.auditing.report import REFUSAL
     from lowtide.targets.models import current_folder_importable
+    from lowtide.targets.target import is_factory
     from lowtide_zoo.audited_model import load_audited
 
     if device is not None:
         _check_device(device)
     console = Console(stderr=True)
-    with current_folder_importable():
+    # A factory's model may import from the current folder late. For other targets a file there must not hide a package.
+    with current_folder_importable() if is_factory(name) else contextlib.nullcontext():
         with console.status(f"building {escape(name)}"):
             audited = load_audited(name, seed=seed)
         if audited.note is not None:  # before the audit, so that it is said even if the audit fails

@@ -34,7 +34,8 @@ class SimulatorProcess:
     def __enter__(self) -> Self:
         self._stderr = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lowtide.simulation.worker"],
+            # -P: a file in the current folder must not hide a package
+            [sys.executable, "-P", "-m", "lowtide.simulation.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -79,7 +79,7 @@ def load(target: Target, *, seed: int = 0) -> tuple[nn.Module, Any, dict[str, An
         cls = _class_for_audit(config)
         with seeded(seed):  # for all weights, or for those that are not in the folder
             model = _random_model(cls, config) if folder is None else cls.from_pretrained(folder, config=config)  # type: ignore[attr-defined]
-    except (OSError, ValueError, AttributeError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, ArithmeticError, RuntimeError) as error:
         raise CannotAuditError(f"{target.name} could not be loaded: {type(error).__name__}: {error}") from error
     return model, None, {}
 
@@ -92,7 +92,7 @@ def count_parameters(target: Target) -> int | None:
     try:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in _random_model(_class_for_audit(config), config).parameters())
-    except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError):
+    except (RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError):
         return None  # the few models that look at values while they are built; `load` says what is wrong with others
 
 
@@ -102,13 +102,13 @@ def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
     with current_folder_importable():
         try:
             factory = getattr(importlib.import_module(module), function)
-        except Exception as error:  # whatever the user's module raises when it is imported
+        except (Exception, SystemExit) as error:  # whatever the user's module raises when it is imported
             raise PlanError(f"{name} cannot be imported: {error}") from error
         try:
             made = factory()
         except LowtideError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PlanError(f"{name} could not be run: {type(error).__name__}: {error}") from error
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= _WITH_OPTIONS or not isinstance(parts[0], nn.Module):
@@ -208,7 +208,11 @@ def _configuration(target: Target) -> Any:
         raise PlanError(
             f"{target.name}: transformers {transformers.__version__} has no model type {model_type!r}; a newer one may"
         )
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # each class validates its fields in its own way
+        reason = " ".join(str(error).split())
+        raise PlanError(f"{target.name}: transformers refuses the configuration: {reason}") from error
     _disable_caches(config)
     return config
 
@@ -260,7 +264,8 @@ def _weights_folder(target: Target) -> Path | None:
         if not isinstance(cached, str):
             return None
         folder = Path(cached).parent
-    return folder if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) else None
+    has_weights = any(any(folder.glob(pattern)) for pattern in ("model*.safetensors", "pytorch_model*.bin"))
+    return folder if has_weights else None
 
 
 def _with_adapters(model: nn.Module, job: Job) -> nn.Module:

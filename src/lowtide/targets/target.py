@@ -67,6 +67,8 @@ def find_target(model: nn.Module | str | Path | Any, batch: Any = None) -> Targe
         return _from_config(model.to_dict(), model.model_type)
     if not isinstance(model, str | Path):
         raise InvalidValueError(f"a model is a module, a configuration or a name, not {type(model).__name__}")
+    if not str(model):
+        raise InvalidValueError(f"the name of the model is empty: give {FORMS}")
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
@@ -74,9 +76,9 @@ def find_target(model: nn.Module | str | Path | Any, batch: Any = None) -> Targe
 
 
 def is_factory(name: str) -> bool:
-    """Tell whether a name has the form `MODULE:FACTORY`."""
+    """Tell whether a name has the form `MODULE:FACTORY`: a module as it is imported, and a name in it."""
     module, _, function = name.partition(":")
-    return bool(module and function) and not Path(name).exists()
+    return all(part.isidentifier() for part in (*module.split("."), function)) and not Path(name).exists()
 
 
 def known_models() -> dict[str, dict[str, Any]]:
