@@ -37,6 +37,13 @@ def ddp_gradients(rank: int, options: dict) -> list:
 
 
 @with_backend(enable_sim)
+def single_collectives():
+    """Torch 2.13 renamed them, and warns of the old names."""
+    if hasattr(dist, "all_gather_single"):
+        return dist.all_gather_single, dist.reduce_scatter_single
+    return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
 def collectives(rank: int) -> None:
     sim = torch.device("sim")
     ones = torch.ones(3, device=sim) * (rank + 1)
@@ -53,10 +60,11 @@ def collectives(rank: int) -> None:
     dist.reduce_scatter(part, list((torch.arange(4.0, device=sim) * (rank + 1)).chunk(2)))
     assert part.tolist() == [[0, 3], [6, 9]][rank]
     stacked = torch.empty(2, 3, device=sim)
-    dist.all_gather_single(stacked, torch.full((3,), float(rank), device=sim))
+    all_gather, reduce_scatter = single_collectives()
+    all_gather(stacked, torch.full((3,), float(rank), device=sim))
     assert stacked.tolist() == [[0] * 3, [1] * 3]
     own = torch.empty(3, device=sim)
-    dist.reduce_scatter_single(own, torch.ones(2, 3, device=sim))
+    reduce_scatter(own, torch.ones(2, 3, device=sim))
     assert own.tolist() == [2] * 3
     exchanged = torch.empty(2, device=sim)
     dist.all_to_all_single(exchanged, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=sim))

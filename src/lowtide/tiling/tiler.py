@@ -168,14 +168,27 @@ def _save_inputs(
             columns.append([next(returned)] * tiles)
         else:
             columns.append(grid.split(tensor) if grid.covers(tensor) else [tensor] * tiles)
-    return list(zip(*columns, strict=True)), _SavedInputs(given[0].grad_fn, unpacked, needs, grid)
+    # Before 2.13 a node dies with the last tensor that leads to it, whoever holds its Python object.
+    anchor = given[0] if extra else None
+    return list(zip(*columns, strict=True)), _SavedInputs(given[0].grad_fn, anchor, unpacked, needs, grid)
 
 
 class _SavedInputs:
-    """The inputs of a call. It holds the node that saved them; the tensors are wherever that node's hooks put them."""
+    """The inputs of a call. It holds the node that saved them; the tensors are wherever that node's hooks put them.
 
-    def __init__(self, node: Any, unpacked: _UnpackedInputs, needs_grad: list[bool], grid: TokenGrid) -> None:
+    `anchor` is a tensor without memory that keeps the node alive where no tile's graph does.
+    """
+
+    def __init__(
+        self,
+        node: Any,
+        anchor: torch.Tensor | None,
+        unpacked: _UnpackedInputs,
+        needs_grad: list[bool],
+        grid: TokenGrid,
+    ) -> None:
         self._node = node
+        self._anchor = anchor
         self._unpacked = unpacked
         self._needs_grad = needs_grad
         self._grid = grid
