@@ -36,7 +36,6 @@ def ddp_gradients(rank: int, options: dict) -> list:
     return [p.grad.cpu().numpy() for p in ddp.parameters()]
 
 
-@with_backend(enable_sim)
 def single_collectives():
     """Torch 2.13 renamed them, and warns of the old names."""
     if hasattr(dist, "all_gather_single"):
@@ -44,6 +43,7 @@ def single_collectives():
     return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
+@with_backend(enable_sim)
 def collectives(rank: int) -> None:
     sim = torch.device("sim")
     ones = torch.ones(3, device=sim) * (rank + 1)
