@@ -95,6 +95,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     nbytes = sum(_touched(tensor) for tensor in here)
     if operator_of(func) in _OVERWRITES and is_meta(args[0]):
         nbytes -= _touched(args[0])
+    if kind.startswith("attention"):
+        args = tuple(_with_heads_of(args[0], argument) for argument in args)
     flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
     if kind.startswith("attention") and _is_causal(func, args, kwargs):
         flops /= 2
@@ -128,6 +130,14 @@ def _transfer_cost(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
 def _touched(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor that are read: an expanded tensor's storage is read, however large it looks."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _with_heads_of(query: torch.Tensor, argument: Any) -> Any:
+    """Return keys and values as wide as the query's heads: torch's registry refuses fewer heads before 2.12."""
+    if not (isinstance(argument, torch.Tensor) and is_meta(argument) and argument.dim() == query.dim() == 4):  # noqa: PLR2004
+        return argument
+    batch, heads, *rest = argument.shape
+    return argument if heads == query.shape[1] else argument.new_empty(batch, query.shape[1], *rest)
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
