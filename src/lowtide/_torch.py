@@ -121,6 +121,15 @@ What autograd checks for saved tensors must be checked by whoever takes them out
 `Tensor._version`, 2.10. Public replacement: none.
 """
 
+
+def version_if_any(tensor: torch.Tensor) -> int:
+    """Return a tensor's version; 0 for inference tensors, which have none and never change. See `version_of`."""
+    try:
+        return version_of(tensor)
+    except RuntimeError:
+        return 0
+
+
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """Return what identifies a storage while it lives; afterwards another may have the same key.
 
@@ -272,6 +281,10 @@ def fsdp_param_groups(modules: Iterable[Any]) -> list[Any]:
 
 def _groups_of(state: Any) -> list[Any]:
     return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+
+
+FSDP1_MARK = "_fsdp_flattened"
+"""The attribute with which FSDP1 marks parameters that it shards and gathers. 2.10. Public replacement: none."""
 
 
 # --- Compilation ----------------------------------------------------------------------------------------------------

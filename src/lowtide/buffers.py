@@ -1,8 +1,8 @@
-"""Lets a module that is run again change its buffers once: running statistics, power iterations, counters.
+"""Notes the buffers of a module, and puts them back: running statistics, power iterations, tables, counters.
 
 A forward may change buffers in place or replace them by other tensors, and running it again would do so twice. So the
-first run notes what its changing buffers held before; every later run finds those values, and leaves the buffers as it
-found them. A recompute then computes what forward computed, and running statistics are updated once.
+first run notes what its buffers held before; every later run finds those values, and leaves the buffers as it found
+them. A recompute then computes what forward computed, and running statistics are updated once.
 
 A module's plain attributes are put back along with a buffer that it replaced: RoPE makes a longer table, and notes in
 an attribute for which length. Contents are written without autograd's knowledge (`.data`): a batch norm saves its
@@ -11,55 +11,26 @@ statistics without reading them in training, and its own updates are not counted
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
-from lowtide._torch import NormBase, buffers_of, version_of
+from lowtide._torch import NormBase, buffers_of, version_if_any
+from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
+SMALL_BYTES = 64 * 1024
+"""What buffers up to this size held in forward is kept until backward, whether or not anything changes them."""
+
 PACKED_BYTES = 1024**2
 """Integers of this size are not counters: they are a quantized layer's weights."""
-
-
-def run_once_for_buffers(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
-    """Wrap `function` so that its module's buffers change once, however often it is run.
-
-    The module is `module`, `function` itself, or the object that it is a bound method of.
-    """
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    owner = module if module is not None else owner
-    if not isinstance(owner, nn.Module) or next(owner.buffers(), None) is None:
-        return function
-    return _OnceForBuffers(function, owner)
-
-
-class _OnceForBuffers:
-    """A module's forward that may be run several times."""
-
-    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
-        self._function = function
-        self._module = module
-        self._before: Snapshot | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is None:
-            before = Snapshot(self._module)
-            result = self._function(*args, **kwargs)
-            self._before = before.changed()
-            return result
-        after = self._before.again()
-        self._before.restore()
-        try:
-            return self._function(*args, **kwargs)
-        finally:
-            after.restore()
 
 
 class Snapshot:
@@ -80,16 +51,58 @@ class Snapshot:
         written = {slot for slot in self._slots if slot.is_written}
         return self._with([slot for slot in self._slots if slot.is_replaced or slot in written], written)
 
-    def again(self) -> Self:
-        """Return a snapshot of the same buffers with what they hold now."""
-        slots = [_Slot.of(slot.module, slot.name, dict(vars(slot.module))) for slot in self._slots]
-        pairs = zip(self._slots, slots, strict=True)
-        return self._with(slots, {now for before, now in pairs if before in self._written and not before.is_replaced})
+    def noted(self, is_written_unseen: Callable[[nn.Module, str, Tensor], bool]) -> Self:
+        """Return a snapshot to run a forward again from, made when it has run for the first time.
+
+        Buffers that it changed are noted with what they held before, as are those that it may write to unseen. Small
+        ones are noted in case somebody changes them before backward; of larger ones only the tensor and its version.
+        """
+        changed = self.changed()
+        slots, written = list(changed._slots), set(changed._written)
+        for slot in set(self._slots) - set(slots):
+            is_unseen = slot.can_be_written and is_written_unseen(slot.module, slot.name, slot.buffer)  # type: ignore[arg-type]
+            value = slot.value if is_unseen or slot.is_small else None
+            slots.append(dataclasses.replace(slot, value=value, attributes=None))
+            written |= {slots[-1]} if is_unseen else set()
+        return self._with(slots, written)
+
+    def unseen_changes(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the buffers that were written to since, though neither their versions nor their modules tell."""
+        for slot in self._slots:
+            if slot.is_replaced or slot.is_written or slot.buffer is None or slot.value is None:
+                continue
+            if not slot.buffer.is_meta and not torch.equal(slot.buffer, slot.value):
+                yield slot.module, slot.name
+
+    @contextlib.contextmanager
+    def restored(self, region: str) -> Iterator[None]:
+        """Let the module find its buffers inside as they were noted, and leave them as they are now."""
+        self._check_unchanged(region)
+        written = self._written | {slot for slot in self._slots if slot.is_written and slot.can_be_written}
+        now = [slot.again(content=slot in written) for slot in self._slots]
+        self._with(self._slots, written).restore()
+        try:
+            yield
+        finally:
+            for before, after in zip(self._slots, now, strict=True):
+                if after.value is not None:
+                    before.buffer.data.copy_(after.value)  # type: ignore[union-attr]
+                after.restore(content=False)
 
     def restore(self) -> None:
         """Put the buffers back. Contents are copied only for those that are written to: replaced ones keep theirs."""
         for slot in self._slots:
             slot.restore(content=slot in self._written)
+
+    def _check_unchanged(self, region: str) -> None:
+        """Raise if a buffer was changed since that cannot be put back: its content was not noted."""
+        for slot in self._slots:
+            if slot.value is None and slot.buffer is not None and version_if_any(slot.buffer) != slot.version:
+                raise InPlaceError(
+                    f"{region}: the buffer {slot.name!r} of shape {tuple(slot.buffer.shape)} was modified by an "
+                    "inplace operation between forward and backward, and a recompute would read what it holds now. "
+                    "Change it after backward, or put another tensor in its place (under DDP: broadcast_buffers=False)"
+                )
 
     def _with(self, slots: list[_Slot], written: set[_Slot]) -> Self:
         other = object.__new__(type(self))
@@ -106,15 +119,32 @@ class _Slot:
     buffer: Tensor | None
     value: Tensor | None
     version: int
-    attributes: dict[str, Any]
+    attributes: dict[str, Any] | None
+    """None if they are not to be put back."""
     is_statistic: bool
     """Whether a norm updates it in a fused operator, which does not count as a change of the tensor."""
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, attributes: dict[str, Any]) -> Self:
+    def of(cls, module: nn.Module, name: str, attributes: dict[str, Any] | None) -> Self:
         buffer = buffers_of(module).get(name)
-        value, version = (None, 0) if buffer is None else (buffer.detach().clone(), version_of(buffer))
+        value, version = (None, 0) if buffer is None else (buffer.detach().clone(), version_if_any(buffer))
         return cls(module, name, buffer, value, version, attributes, _has_statistics(module))
+
+    @property
+    def is_small(self) -> bool:
+        return self.buffer is not None and self.buffer.nbytes <= SMALL_BYTES
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether each of its elements has a place of its own, unlike those of an expanded tensor."""
+        return self.buffer is not None and (0 not in self.buffer.stride() or self.buffer.numel() <= 1)
+
+    def again(self, *, content: bool) -> Self:
+        """Return what the module holds now in this place, and what the noted buffer contains now."""
+        attributes = None if self.attributes is None else dict(vars(self.module))
+        value = self.buffer.detach().clone() if content and self.buffer is not None else None
+        held = buffers_of(self.module).get(self.name)
+        return dataclasses.replace(self, buffer=held, value=value, attributes=attributes)
 
     @property
     def is_replaced(self) -> bool:
@@ -122,12 +152,13 @@ class _Slot:
 
     @property
     def is_written(self) -> bool:
-        return self.buffer is not None and (self.is_statistic or version_of(self.buffer) != self.version)
+        return self.buffer is not None and (self.is_statistic or version_if_any(self.buffer) != self.version)
 
     def restore(self, *, content: bool) -> None:
         if self.is_replaced:
             buffers_of(self.module)[self.name] = self.buffer
-            _restore_attributes(vars(self.module), self.attributes)
+            if self.attributes is not None:
+                _restore_attributes(vars(self.module), self.attributes)
         if content and self.buffer is not None and self.value is not None:
             self.buffer.data.copy_(self.value)
 

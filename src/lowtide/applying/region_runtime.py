@@ -12,6 +12,7 @@ from lowtide._torch import next_sequence_number, storage_key
 from lowtide.applying.caches import CACHE_KEYWORDS, cache_layers, is_cache, refuse_content
 from lowtide.checkpointing.checkpoint import run_region
 from lowtide.checkpointing.offload import offload_hooks
+from lowtide.checkpointing.repeated_forward import Habits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,7 @@ class RegionRuntime:
         self._offloader = offloader
         self._guard = guard
         self._memory = memory
+        self._habits = Habits()
         self._cache_layers: set[int] | None = None
         """The layers of a cache that it writes to; known once it was given one."""
 
@@ -72,6 +74,7 @@ class RegionRuntime:
                 schedule=self._schedule,
                 skip=self._memory.holds,
                 module=module,  # somebody may have wrapped its forward
+                habits=self._habits,
             )
         self._ledger.forwards += 1
         if not self._policy.offload:

@@ -18,7 +18,8 @@ from lowtide.regions import listed_experts
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.probe import check_token_wise
 from lowtide.tiling.tile import tile_call, tile_count
-from lowtide.tiling.tiled_function import TiledFunction, is_zero3_sharded
+from lowtide.tiling.tiled_function import TiledFunction
+from lowtide.weights import is_fsdp1, is_zero3_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,17 +65,23 @@ class TileRuntime:
         return tiles > 1 or bool(tiled.fsdp_modules()) or tiled.has_partitioned_weights()
 
     def _check_gathers(self, module: nn.Module) -> None:
-        """Refuse experts that ZeRO-3 gathers one by one.
+        """Refuse parts that are gathered one by one, where ranks would have to call the same ones in the same order.
 
-        Ranks meet in these gathers only if they call the same experts: in a whole batch they may, in tiles hardly.
+        ZeRO-3's ranks meet in the gathers of experts: in a whole batch they may, in tiles hardly. FSDP1 gathers in a
+        wrapper around a part, and lays out its weights as one.
         """
+        name, kind = self._ledger.name, type(module).__name__
+        leave_out = f"or leave it out with a rule: 'tile(mlp); {name}: none'"
         if any(is_zero3_sharded(weight) for expert in listed_experts(module) for weight in expert.parameters()):
-            name, kind = self._ledger.name, type(module).__name__
             raise InvalidValueError(
                 f"{name} ({kind}) cannot be tiled under ZeRO-3 as it is: its experts are gathered one by one, where a "
                 f"tile needs them, and ranks need different ones. Have it gathered as a whole: "
-                f"deepspeed.utils.set_z3_leaf_modules(model, [{kind}]) before deepspeed.initialize; or leave it out "
-                f"with a rule: 'tile(mlp); {name}: none'"
+                f"deepspeed.utils.set_z3_leaf_modules(model, [{kind}]) before deepspeed.initialize; {leave_out}"
+            )
+        if unit := next((path for path, part in module.named_modules() if part is not module and is_fsdp1(part)), None):
+            raise InvalidValueError(
+                f"{name} ({kind}) cannot be tiled: FSDP1 gathers the weights of {name}.{unit} by themselves, which a "
+                f"tile cannot see. Wrap whole layers instead of parts of an MLP, use FSDP2 (fully_shard), {leave_out}"
             )
 
 

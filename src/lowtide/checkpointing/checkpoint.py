@@ -21,7 +21,7 @@ from lowtide._torch import (
     non_reentrant_checkpoint,
     recomputation_stop,
 )
-from lowtide.buffers import run_once_for_buffers
+from lowtide.checkpointing.repeated_forward import Habits, repeated_forward
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import with_offload
 from lowtide.counters import RegionLedger
@@ -184,16 +184,17 @@ def run_region(
     schedule: Schedule | None,
     skip: Callable[[torch.Tensor], bool] | None = None,
     module: torch.nn.Module | None = None,
+    habits: Habits | None = None,
     **options: Any,
 ) -> T:
     """Run one checkpointed call and count it in `ledger`. Its inputs go to the schedule's store, if there is one.
 
     `skip` names tensors that stay on the device. `module` is the one whose forward `function` is, where the function
-    does not tell. In a compiled function this is a graph break: what is inside runs eagerly, unless it is compiled
-    itself.
+    does not tell, and `habits` is what earlier calls have shown about it. In a compiled function this is a graph break:
+    what is inside runs eagerly, unless it is compiled itself.
     """
     function, args, kwargs = _unbind(function, args, kwargs)
-    function = run_once_for_buffers(function, module)
+    function = repeated_forward(function, module, ledger.name, habits)
     tensors, tree = flatten((args, kwargs))
     replay = _Replay(function, args, kwargs, tree, ledger)
     del args, kwargs

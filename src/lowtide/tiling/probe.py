@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import COMPILED_CALL, CONTENT, buffers_of, children_of, no_dispatch_modes, parameters_of, version_of
+from lowtide._torch import (
+    COMPILED_CALL,
+    CONTENT,
+    buffers_of,
+    children_of,
+    no_dispatch_modes,
+    parameters_of,
+    version_if_any,
+    version_of,
+)
 from lowtide.errors import NotTokenWiseError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
@@ -202,13 +211,8 @@ def _tensor_attributes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a module and its parts hold in plain attributes, as identities and versions."""
     inner = [] if module is None else list(module.named_modules())
     return {
-        f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), _version(t)))
+        f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), version_if_any(t)))
         for path, part in inner
         for name, value in part.__dict__.items()
         if name not in CONTENT and (tensors := flatten(value)[0])
     }
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return a tensor's version; inference tensors do not have one."""
-    return 0 if tensor.is_inference() else version_of(tensor)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide._torch import fsdp_param_groups, parameters_of, version_of
-from lowtide.errors import InPlaceError
+from lowtide._torch import fsdp_param_groups
+from lowtide.weights import Weight, is_partitioned, is_zero3_sharded, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
 _SETTING = "_lowtide_reshards_after_backward"
 """The attribute that keeps a group's own setting while tiles run. It is still there if a backward failed meanwhile."""
-
-
-class Weight(NamedTuple):
-    """A weight as it was in forward, and the dictionary in which a module holds it."""
-
-    held_by: dict[str, Any]
-    name: str
-    tensor: torch.Tensor
-    version: int
 
 
 class TiledFunction:
@@ -64,41 +55,11 @@ class TiledFunction:
         return self.module is not None and bool(TiledFunction(self.module).fsdp_modules())
 
     def weights(self) -> list[Weight]:
-        """Return the weights that are always there: not those that FSDP2 modules or ZeRO-3 gather."""
-        if self.module is None:
-            return []
-        gathered = {id(inner) for fsdp_module in self.fsdp_modules() for inner in fsdp_module.modules()}
-        return [
-            Weight(parameters_of(inner), name, weight, version_of(weight))
-            for inner in self.module.modules()
-            if id(inner) not in gathered
-            for name, weight in parameters_of(inner).items()
-            if weight is not None and not is_partitioned(weight)
-        ]
+        """Return the weights that are always there: not those that FSDP or ZeRO-3 gather."""
+        return [] if self.module is None else weights_of(self.module, called=self.function is self.module)
 
     def has_partitioned_weights(self) -> bool:
         return self.module is not None and any(is_partitioned(weight) for weight in self.module.parameters())
-
-
-def is_partitioned(weight: torch.Tensor) -> bool:
-    """Return whether DeepSpeed ZeRO-3 partitions a weight: it marks those that it gathers in hooks."""
-    return hasattr(weight, "ds_id")
-
-
-def is_zero3_sharded(weight: torch.Tensor) -> bool:
-    """Return whether ZeRO-3 holds a weight in shards right now, not gathered for a module that runs."""
-    return is_partitioned(weight) and not weight.ds_active_sub_modules  # type: ignore[attr-defined]
-
-
-def check_unchanged(weights: list[Weight], name: str) -> None:
-    """Raise if a weight was changed since forward, as autograd does for saved tensors: gradients would be wrong."""
-    for weight in weights:
-        if version_of(weight.tensor) != weight.version:
-            raise InPlaceError(
-                f"{name}: the weight {weight.name!r} was modified by an inplace operation between forward and backward "
-                f"(it was at version {weight.version} and is now at version {version_of(weight.tensor)}). Update "
-                "weights after backward"
-            )
 
 
 @contextlib.contextmanager

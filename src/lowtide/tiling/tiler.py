@@ -27,8 +27,9 @@ from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.assembly import GradBuffer, GradSlice, Outputs
-from lowtide.tiling.tiled_function import UnshardedInBackward, check_unchanged, unsharded_in_forward
-from lowtide.tiling.weight_grads import WeightGradAccumulator, replaced_weights
+from lowtide.tiling.tiled_function import UnshardedInBackward, unsharded_in_forward
+from lowtide.tiling.weight_grads import WeightGradAccumulator
+from lowtide.weights import as_in_forward, check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -247,7 +248,7 @@ class _Call:
         check_unchanged(self._weights, self.ledger.name)
         before = None if self.tiled.module is None else Snapshot(self.tiled.module)
         try:
-            with replaced_weights(self._weights, [weight.tensor for weight in self._weights]):
+            with as_in_forward(self._weights):
                 yield
         finally:
             if before is not None:

@@ -21,11 +21,13 @@ import torch
 from torch import nn
 
 from lowtide.errors import InvalidValueError
+from lowtide.weights import replaced_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lowtide.tiling.tiled_function import TiledFunction, Weight
+    from lowtide.tiling.tiled_function import TiledFunction
+    from lowtide.weights import Weight
 
 Accumulate = Literal["auto", "float32", "parameter"]
 
@@ -81,19 +83,6 @@ class WeightGradAccumulator:
         }
         with replaced_weights(self._weights, [aliases[weight.tensor] for weight in self._weights]):
             yield
-
-
-@contextlib.contextmanager
-def replaced_weights(weights: list[Weight], tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Put other tensors in the places of a module's weights inside, and what was there back afterwards."""
-    before = [weight.held_by[weight.name] for weight in weights]
-    try:
-        for weight, tensor in zip(weights, tensors, strict=True):
-            weight.held_by[weight.name] = tensor
-        yield
-    finally:
-        for weight, tensor in zip(weights, before, strict=True):
-            weight.held_by[weight.name] = tensor
 
 
 def _can_have_placeholder(weight: torch.Tensor) -> bool:

@@ -1,0 +1,162 @@
+"""Notes the weights that a forward uses, so that running it again uses the same ones, unchanged.
+
+Autograd refuses a weight that was changed in place after it was saved. What is recomputed saves none: it reads whatever
+its module holds by then. So the weights are noted when the forward runs, and a recompute
+
+- is refused if one of them was modified since: by an optimizer between two backwards, by `weight.data = ...`, or by the
+  forward itself;
+- uses the tensors that the forward used, where the module holds other ones by now: those of
+  `torch.func.functional_call` are gone again, and a parameter may have been replaced.
+
+Weights that somebody gathers for each use (FSDP's and ZeRO-3's shards) are left to them. `weight.data.mul_(...)` counts
+as no change in torch, and nobody sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide._torch import FSDP1_MARK, children_of, is_functorch_wrapped, parameters_of, storage_key, version_if_any
+from lowtide.errors import InPlaceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Weight(NamedTuple):
+    """A weight as it was in forward, and the dictionary in which a module holds it."""
+
+    held_by: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    version: int
+    storage: int | None
+    """What identifies its memory; None for kinds of tensors whose memory may come and go."""
+    requires_grad: bool
+
+
+def weights_of(module: nn.Module, *, called: bool = False) -> list[Weight]:
+    """Return the weights that are always there, in `module` and its parts: not those that FSDP or ZeRO-3 gather.
+
+    `called` says that the module itself will be called, hooks included, and not its forward from within the hooks.
+    """
+    kinds = _gathering_kinds()
+    waiting = [] if called and isinstance(module, kinds) else [module]
+    found = []
+    while waiting:
+        part = waiting.pop()
+        held_by = parameters_of(part)
+        for name, weight in held_by.items():
+            if weight is not None and not _is_gathered(weight):
+                found.append(
+                    Weight(held_by, name, weight, version_if_any(weight), _storage(weight), weight.requires_grad)
+                )
+        waiting += [c for c in children_of(part).values() if c is not None and not isinstance(c, kinds)]
+    return found
+
+
+def without_moved(weights: list[Weight]) -> list[Weight]:
+    """Return the weights after their forward. One whose data moved meanwhile may move again: its hooks know why."""
+    moved = [weight.storage is not None and _storage(weight.tensor) != weight.storage for weight in weights]
+    if not any(moved):
+        return weights
+    return [w._replace(storage=None) if has_moved else w for w, has_moved in zip(weights, moved, strict=True)]
+
+
+def is_partitioned(weight: torch.Tensor) -> bool:
+    """Return whether DeepSpeed ZeRO-3 partitions a weight: it marks those that it gathers in hooks."""
+    return "ds_id" in weight.__dict__
+
+
+def is_zero3_sharded(weight: torch.Tensor) -> bool:
+    """Return whether ZeRO-3 holds a weight in shards right now, not gathered for a module that runs."""
+    return is_partitioned(weight) and not weight.ds_active_sub_modules  # type: ignore[attr-defined]
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Return whether a module is one of FSDP1's wrappers."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def check_unchanged(weights: list[Weight], name: str) -> None:
+    """Raise if a weight was changed since forward, as autograd does for saved tensors: gradients would be wrong."""
+    for weight in weights:
+        version, shape = version_if_any(weight.tensor), weight.tensor.shape
+        if version != weight.version:
+            raise InPlaceError(
+                f"{name}: the weight {weight.name!r} of shape {tuple(shape)} was modified by an inplace operation "
+                f"between forward and backward, or by the forward itself (it was at version {weight.version} and is "
+                f"now at version {version}). Update weights after backward: call backward for all losses of a forward "
+                "before optimizer.step(), or run the forward again after it"
+            )
+        if weight.storage is not None and _storage(weight.tensor) != weight.storage:
+            raise InPlaceError(
+                f"{name}: the weight {weight.name!r} of shape {tuple(shape)} was given other data (weight.data = ...) "
+                "between forward and backward. Do that after backward, or before the forward"
+            )
+
+
+@contextlib.contextmanager
+def replaced_weights(weights: list[Weight], tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Put other tensors in the places of a module's weights inside, and what was there back afterwards."""
+    before = [weight.held_by.get(weight.name, _MISSING) for weight in weights]
+    try:
+        for weight, tensor in zip(weights, tensors, strict=True):
+            weight.held_by[weight.name] = tensor
+        yield
+    finally:
+        for weight, tensor in zip(weights, before, strict=True):
+            if tensor is _MISSING:
+                del weight.held_by[weight.name]
+            else:
+                weight.held_by[weight.name] = tensor
+
+
+@contextlib.contextmanager
+def as_in_forward(weights: list[Weight]) -> Iterator[None]:
+    """Let a module use inside the weights that were noted, each trainable or frozen as it was."""
+    elsewhere = [weight for weight in weights if weight.held_by.get(weight.name) is not weight.tensor]
+    flipped = [weight for weight in weights if weight.tensor.requires_grad is not weight.requires_grad]
+    with replaced_weights(elsewhere, [weight.tensor for weight in elsewhere]):
+        try:
+            for weight in flipped:
+                weight.tensor.requires_grad_(weight.requires_grad)
+            yield
+        finally:
+            for weight in flipped:
+                weight.tensor.requires_grad_(not weight.requires_grad)
+
+
+_MISSING = object()
+
+
+def _gathering_kinds() -> tuple[type, ...]:
+    """Return the classes of modules that gather their weights when they are called: FSDP2's and FSDP1's."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return ()
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return FSDPModule, FullyShardedDataParallel
+
+
+def _is_gathered(weight: torch.Tensor) -> bool:
+    """Return whether a weight is in shards between its uses, ZeRO-3's or FSDP1's."""
+    marks = weight.__dict__
+    return bool(marks) and ("ds_id" in marks or FSDP1_MARK in marks)
+
+
+def _storage(weight: torch.Tensor) -> int | None:
+    """Return what identifies a weight's memory. Quantized and distributed tensors replace theirs as they see fit."""
+    kind = type(weight)
+    if kind is nn.Parameter or (kind is torch.Tensor and not is_functorch_wrapped(weight)):
+        return storage_key(weight.untyped_storage())
+    return None
