@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import buffers_of, children_of, no_dispatch_modes
+from lowtide._torch import buffers_of, no_dispatch_modes
 from lowtide.buffers import SMALL_BYTES, Snapshot
 from lowtide.errors import InPlaceError
-from lowtide.weights import Weight, as_in_forward, check_unchanged, weights_of, without_moved
+from lowtide.weights import Weight, are_as_noted, as_in_forward, check_unchanged, parts_of, weights_in, without_moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,16 +72,25 @@ class RepeatedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._weights is None:
             return self._run_first(args, kwargs)
-        check_unchanged(self._weights, self._name)
-        buffers = contextlib.nullcontext() if self._buffers is None else self._buffers.restored(self._name)
-        with as_in_forward(self._weights), _modes_set(self._modes), buffers, _attributes_set(self._attributes):
+        are_weights_as_noted = are_as_noted(self._weights)
+        flipped = [(part, mode) for part, mode in self._modes if part.training is not mode]
+        if are_weights_as_noted and not flipped and self._buffers is None and not self._attributes:
+            return self._function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if not are_weights_as_noted:
+                check_unchanged(self._weights, self._name)
+                stack.enter_context(as_in_forward(self._weights))
+            stack.enter_context(_modes_set(flipped))
+            if self._buffers is not None:
+                stack.enter_context(self._buffers.restored(self._name))
+            stack.enter_context(_attributes_set(self._attributes))
             return self._function(*args, **kwargs)
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        weights = weights_of(self._module, called=self._function is self._module)
-        parts = _parts_of(self._module)
+        parts = parts_of(self._module)
+        weights = weights_in(parts, skip_first=self._function is not self._module)
         self._modes = [(part, part.training) for part in parts]
-        before = Snapshot(self._module) if any(buffers_of(part) for part in parts) else None
+        before = Snapshot(self._module) if any(map(buffers_of, parts)) else None
         habits = self._habits
         if habits is None:
             result = self._function(*args, **kwargs)
@@ -92,7 +101,8 @@ class RepeatedForward:
             look.learn(habits, before, self._name)
             self._attributes = look.known_attributes(habits)
         else:
-            self._attributes = [(part, _read(part, names)) for part, names in habits.attributes.items()]
+            if habits.attributes:
+                self._attributes = [(part, _read(part, names)) for part, names in habits.attributes.items()]
             result = self._function(*args, **kwargs)
         if before is not None:
             self._buffers = before.noted(_is_small if habits is None else habits.writes_unseen)
@@ -142,14 +152,6 @@ class _Look:
 _MISSING = object()
 
 
-def _parts_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and all its parts. Faster than `modules()`, which looks at names."""
-    parts = [module]
-    for part in parts:
-        parts += [child for child in children_of(part).values() if child is not None]
-    return parts
-
-
 def _counters(part: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that hold a number, a word or nothing; its mode is not one of them."""
     return {name: value for name, value in vars(part).items() if type(value) in _COUNTER and name != "training"}
@@ -177,14 +179,13 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _modes_set(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set the parts of a module to these modes inside: training or evaluation."""
-    flipped = [(part, mode) for part, mode in modes if part.training is not mode]
+    """Set parts of a module to these modes inside, training or evaluation, which they are not in now."""
     try:
-        for part, mode in flipped:
+        for part, mode in modes:
             part.training = mode
         yield
     finally:
-        for part, mode in flipped:
+        for part, mode in modes:
             part.training = not mode
 
 
