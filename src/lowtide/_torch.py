@@ -123,7 +123,10 @@ What autograd checks for saved tensors must be checked by whoever takes them out
 
 
 def version_if_any(tensor: torch.Tensor) -> int:
-    """Return a tensor's version; 0 for inference tensors, which have none and never change. See `version_of`."""
+    """Return a tensor's version; 0 for inference tensors, which have none.
+
+    `Tensor._version`, 2.10. Public replacement: none.
+    """
     try:
         return version_of(tensor)
     except RuntimeError:

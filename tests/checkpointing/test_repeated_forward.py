@@ -103,7 +103,7 @@ def test_the_refusal_names_the_region_and_leaves_the_model_as_it_was():
     lowtide.apply(net, "recompute")
     loss = net(inputs()).square().sum()
     with_sgd(net)
-    with pytest.raises(lowtide.errors.InPlaceError, match=r"^2: the weight"):
+    with pytest.raises(lowtide.errors.InPlaceError, match=r"^region '2': the weight"):
         loss.backward()
     net(inputs()).square().sum().backward()
     plain = stack()

@@ -62,7 +62,7 @@ class RepeatedForward:
     def __init__(self, function: Callable[..., Any], module: nn.Module, name: str, habits: Habits | None) -> None:
         self._function = function
         self._module = module
-        self._name = name
+        self._name = f"region {name!r}"
         self._habits = habits
         self._weights: list[Weight] | None = None
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -122,14 +122,14 @@ class _Look:
         self._weights = [weight for weight in weights if weight.storage is not None and not weight.tensor.is_meta]
         self._sums = [_sum(weight.tensor) for weight in self._weights]
 
-    def learn(self, habits: Habits, before: Snapshot | None, name: str) -> None:
+    def learn(self, habits: Habits, before: Snapshot | None, region: str) -> None:
         """Add what the call changed to the habits; refuse if it changed the contents of a weight."""
         for weight, total, now in zip(self._weights, self._sums, without_moved(self._weights), strict=True):
             if now.storage is not None and not torch.equal(_sum(weight.tensor), total):
                 raise InPlaceError(
-                    f"{name}: its forward changes the weight {weight.name!r} of shape {tuple(weight.tensor.shape)}, "
+                    f"{region}: its forward changes the weight {weight.name!r} of shape {tuple(weight.tensor.shape)}, "
                     "and a recompute would change it a second time. Change it outside of forward, for example after "
-                    f"optimizer.step(), register it as a buffer, or leave the region out with a rule: '{name}: none'"
+                    "optimizer.step(), register it as a buffer, or leave the region out with a rule ('NAME: none')"
                 )
         for part, name_of_buffer in () if before is None else before.unseen_changes():
             habits.buffers.setdefault(part, set()).add(name_of_buffer)
