@@ -1,8 +1,11 @@
 """Training programs made of named steps, run plain and under policies, and the verdict: equal, or refused.
 
-A program is a model of named features (`models.featured`) and a list of named steps. All state of a run is in `Run`; a
-step that has nothing to do (a backward without a forward) does nothing. Everything that a program can see is written
-down: losses, gradients, parameters, buffers, counters, random generators.
+A program is a model of named features (`models.featured`) and a list of named steps (`support.steps`). All state of a
+run is in `Run`; a step that has nothing to do (a backward without a forward) does nothing. Everything that a program
+can see is written down: losses, gradients, parameters, buffers, counters, random generators.
+
+Programs are drawn from a plain random generator, for all features should come up equally often, and the same programs
+with every version of every package. A wrong one is made smaller by leaving things out.
 """
 
 from __future__ import annotations
@@ -11,18 +14,19 @@ import contextlib
 import copy
 import dataclasses
 import random
-import threading
 import warnings
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
-from torch.func import functional_call
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointError
 
 import lowtide
-from models.featured import WIDTH, build
+from models.featured import FEATURES, MODEL_FEATURES, WIDTH, build
+from support.steps import STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 BATCH, TOKENS = 2, 64  # 4096 bytes in float32: worth moving
 
@@ -41,12 +45,51 @@ class Program:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Double, where rounding cannot be taken for a defect. Autocast leaves that alone, and a Llama's loss rounds."""
+        """Double, where rounding is no defect, but neither with autocast nor for a Llama: its loss is in float32."""
         return torch.float32 if self.in_low_precision or not self.regions else torch.double
 
     @property
     def in_low_precision(self) -> bool:
         return "autocast forward" in self.steps
+
+
+def random_program(source: random.Random) -> Program:
+    """Two to four regions, most often alike, or a Llama; some steps, and a whole training step at the end."""
+    usual, steps = ("forward", "backward", "step"), sorted(STEPS)
+    count = source.choice([0, *[2, 3, 4] * 5])
+    alike = source.random() < 0.5
+    regions = [_some(source, sorted(FEATURES), 2) for _ in range(count)]
+    drawn = [source.choice(source.choice([usual, steps])) for _ in range(source.randint(1, 7))]
+    model = _some(source, MODEL_FEATURES, 1) if count else ()
+    return Program(tuple(regions[:1] * count if alike else regions), (*drawn, *usual), model)
+
+
+def _some(source: random.Random, names: list[str], most: int) -> tuple[str, ...]:
+    return tuple(source.choices(names, k=source.randint(0, most)))
+
+
+def minimised(program: Program, is_wrong: Callable[[Program], bool]) -> Program:
+    """Leave out of a program what can be left out while it is still wrong."""
+    smaller = next(filter(is_wrong, _smaller(program)), None)
+    return program if smaller is None else minimised(smaller, is_wrong)
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    for steps in _without_one(program.steps):
+        yield dataclasses.replace(program, steps=steps)
+    for model in _without_one(program.model):
+        yield dataclasses.replace(program, model=model)
+    for regions in _without_one(program.regions):
+        if regions:  # none would be a Llama
+            yield dataclasses.replace(program, regions=regions)
+    for number, region in enumerate(program.regions):
+        for less in _without_one(region):
+            regions = (*program.regions[:number], less, *program.regions[number + 1 :])
+            yield dataclasses.replace(program, regions=regions)
+
+
+def _without_one(things: tuple) -> list[tuple]:
+    return [things[:place] + things[place + 1 :] for place in range(len(things))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +107,18 @@ class Engine:
         """Whether it does something that can be compared.
 
         Transformers calls its regions itself, and only its loss can be tiled. In low precision, rounding decides which
-        expert a token goes to, and so do tiles.
+        expert a token goes to, and so do tiles. Torch's reentrant checkpoint refuses what its replacement can do.
         """
         if not program.regions:
             return self.call is None
         routes = any(name.startswith("mixture") for name in program.features)
+        if (self.call or "").startswith("patch_torch") and any("reentrant inside" in name for name in program.features):
+            return False
         return self.name != "tile" and not (program.in_low_precision and routes and "tile" in self.acts)
+
+    def acts_in(self, program: Program) -> frozenset[str]:
+        """What happens to regions in a program, which may apply another policy halfway."""
+        return self.acts | ({"recompute"} if self.policy and "another policy" in program.steps else set())
 
     def tolerance(self, program: Program) -> float:
         """How far a value may be off, as a share of the largest one. Only tiles compute in different shapes."""
@@ -122,10 +171,6 @@ def _call_of(engine: Engine, directory: str):
 # --- A run ----------------------------------------------------------------------------------------------------------
 
 
-class ExpectedError(Exception):
-    """The error that some steps bring about, and catch."""
-
-
 class Run:
     """One run of a program: the model, what waits for a backward, and all that was seen."""
 
@@ -136,6 +181,8 @@ class Run:
         self.program, self.engine, self.directory = program, engine, directory
         self.model = build(program.regions, program.model, program.dtype).to(engine.device)
         self.model.call = _call_of(engine, directory)
+        self.parameters = {}
+        """All that the model ever had: a gradient may come for one that was replaced."""
         self.make_optimizer()
         self.pending = []
         """Losses that wait for a backward, those of one forward together."""
@@ -151,18 +198,20 @@ class Run:
             self.applied = lowtide.apply(self.model, self.engine.policy.format(self.directory), regions=regions)
 
     def make_optimizer(self):
+        self.parameters |= {id(parameter): parameter for parameter in self.model.parameters()}
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
-    def batch(self, tokens=TOKENS):
+    def batch(self, more=0):
         self.batches += 1
         generator = torch.Generator().manual_seed(self.batches)
-        x = torch.randn(BATCH, tokens, WIDTH, dtype=self.program.dtype, generator=generator) + 0.3
+        x = torch.randn(BATCH, TOKENS + more, WIDTH, dtype=self.program.dtype, generator=generator) + 0.3
         x = x.to(self.engine.device)
         return x.requires_grad_() * 1 if "input needs a gradient" in self.program.model else x
 
-    def forward(self, call=None, tokens=TOKENS):
-        x = self.batch(tokens)
-        losses = self.model.losses((call or self.model)(x))
+    def forward(self, more=0):
+        """Run the model on a new batch, which has so many more tokens than others."""
+        x = self.batch(more)
+        losses = self.model.losses(self.model(x))
         self.see(losses)
         self.inputs.append(x)
         if any(loss.requires_grad for loss in losses):
@@ -190,9 +239,9 @@ class Run:
     def state(self) -> dict[str, object]:
         """Everything that was seen, and everything that is left."""
         state = {f"seen {number}": value for number, value in enumerate(self.seen)}
-        for name, parameter in self.model.named_parameters():
-            state[name] = parameter.detach().cpu().clone()
-            state[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.cpu().clone()
+        state |= {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()}
+        for number, parameter in enumerate(self.parameters.values()):
+            state[f"gradient {number}"] = None if parameter.grad is None else parameter.grad.cpu().clone()
         state |= {f"buffer {name}": buffer.cpu().clone() for name, buffer in self.model.named_buffers()}
         state |= {f"attribute {name}": value for name, value in _attributes(self.model)}
         state["torch's random state"] = torch.get_rng_state()
@@ -207,266 +256,8 @@ def _attributes(model):
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}", value.detach().cpu().clone()
-            elif not name.startswith("_") and isinstance(value, int | float | list):
+            elif not name.startswith("_") and isinstance(value, int | float | list) and name != "features":
                 yield f"{path}.{name}", copy.deepcopy(value)
-
-
-# --- Steps ----------------------------------------------------------------------------------------------------------
-
-
-def _optimize(run, *, set_to_none=True):
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=set_to_none)
-
-
-def _first_loss(run):
-    if run.pending and len(run.pending[-1]) > 1:
-        run.pending[-1].pop(0).backward(retain_graph=True)
-
-
-def _gradient_only(run):
-    if run.pending:
-        wanted = [p for p in run.model.parameters() if p.requires_grad]
-        run.see(torch.autograd.grad(sum(run.pending.pop()), wanted, allow_unused=True))
-
-
-def _gradient_penalty(run):
-    if run.pending:
-        losses = run.pending.pop()
-        wanted = [p for p in run.model.parameters() if p.requires_grad]
-        grads = torch.autograd.grad(sum(losses), wanted, create_graph=True, allow_unused=True)
-        (sum(losses) + sum(grad.square().sum() for grad in grads if grad is not None)).backward()
-
-
-def _in_a_thread(run):
-    errors = []
-
-    def work():
-        try:
-            run.backward()
-        except BaseException as error:  # noqa: BLE001  (raised again by the step)
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _change_weight(run):
-    module, name = run.weight()
-    with torch.no_grad():
-        getattr(module, name).mul_(1.1)
-
-
-def _replace_data(run):
-    module, name = run.weight()
-    getattr(module, name).data = getattr(module, name).data * 1.1
-
-
-def _write_data(run):
-    module, name = run.weight()
-    getattr(module, name).data.mul_(1.1)
-
-
-def _replace_weight(run):
-    module, name = run.weight()
-    weight = getattr(module, name)
-    setattr(module, name, nn.Parameter(weight.detach() * 1.1, requires_grad=weight.requires_grad))
-    run.make_optimizer()
-
-
-def _load(run, **settings):
-    state = {
-        name: value * 0.9 if value.is_floating_point() else value.clone()
-        for name, value in run.model.state_dict().items()
-    }
-    run.model.load_state_dict(state, **settings)
-    if settings:
-        run.make_optimizer()
-
-
-def _buffers(run):
-    for module in run.model.regions[0].modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_floating_point():
-                yield module, name, buffer
-
-
-def _change_buffers(run):
-    for _, _, buffer in _buffers(run):
-        buffer.mul_(1.1)
-
-
-def _replace_buffers(run):
-    for module, name, buffer in _buffers(run):
-        setattr(module, name, buffer * 1.1)
-
-
-def _change_attribute(run):
-    for module in run.model.regions[0].modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-        if hasattr(module, "factor"):
-            module.factor *= 1.1
-
-
-def _lifted_hook(run):
-    """A hook that is in force during one forward only."""
-    handle = run.model.regions[0].mlp.register_forward_hook(lambda _module, _args, out: out * 1.1)
-    with contextlib.closing(contextlib.ExitStack()) as stack:
-        stack.callback(handle.remove)
-        run.forward()
-
-
-def _functional(run):
-    """A forward with other weights; their gradients come at once."""
-    others = {
-        name: (weight.detach() * 1.2).requires_grad_(weight.requires_grad)
-        for name, weight in run.model.named_parameters()
-    }
-    x = run.batch()
-    losses = run.model.losses(functional_call(run.model, others, (x,)))
-    run.see(losses)
-    wanted = [weight for weight in others.values() if weight.requires_grad]
-    run.see(torch.autograd.grad(sum(losses), wanted, allow_unused=True))
-
-
-def _functional_step(run):
-    """A step of MAML: a forward with weights that an inner step made, and one gradient through both."""
-    names, weights = zip(*((n, w) for n, w in run.model.named_parameters() if w.requires_grad), strict=True)
-    inner = sum(run.model.losses(run.model(run.batch())))
-    grads = torch.autograd.grad(inner, weights, create_graph=True, allow_unused=True)
-    fast = {n: w if g is None else w - 0.1 * g for n, w, g in zip(names, weights, grads, strict=True)}
-    losses = run.model.losses(functional_call(run.model, fast, (run.batch(),)))
-    run.see(losses)
-    sum(losses).backward()
-
-
-def _evaluate(run):
-    run.model.eval()
-    with torch.no_grad():
-        run.see([run.model(run.batch())])
-    run.model.train()
-
-
-def _without_gradients(run):
-    with torch.no_grad():
-        run.see([run.model(run.batch())])
-
-
-def _raise(*_):
-    raise ExpectedError
-
-
-def _fail_forward(run, module):
-    handle = module.register_forward_pre_hook(_raise)
-    try:
-        run.model(run.batch())
-    except ExpectedError:
-        run.see([torch.ones(1)])
-    finally:
-        handle.remove()
-
-
-def _fail_backward(run):
-    """An error in the middle of a backward. What it left in the gradients is thrown away."""
-    module, name = run.weight()
-    if not getattr(module, name).requires_grad:
-        return
-    run.forward()
-    handle = getattr(module, name).register_hook(_raise)
-    try:
-        run.backward()
-    except ExpectedError:
-        run.see([torch.ones(1)])
-    finally:
-        handle.remove()
-    run.optimizer.zero_grad()
-
-
-def _freeze(run, *, requires_grad):
-    run.model.regions[-1].requires_grad_(requires_grad)
-
-
-def _change_input(run):
-    if run.inputs:
-        with torch.no_grad():
-            run.inputs[-1].add_(1)
-
-
-def _copy(run):
-    """The program goes on with a copy, which runs plainly until a policy is applied to it."""
-    call, run.model.call = run.model.call, None
-    twin = copy.deepcopy(run.model)
-    run.model.call = twin.call = call
-    run.model = twin
-    run.make_optimizer()
-
-
-def _cached(run):
-    with parametrize.cached():
-        run.forward()
-        run.backward()
-
-
-def _autocast(run):
-    return torch.autocast(run.engine.device, torch.bfloat16)
-
-
-def _under_autocast(run):
-    with _autocast(run):
-        run.forward()
-
-
-def _remove(run):
-    if run.applied is not None:
-        run.applied.remove()
-
-
-STEPS = {
-    "forward": Run.forward,
-    "longer forward": lambda run: run.forward(tokens=TOKENS + 16),
-    "autocast forward": _under_autocast,
-    "cached": _cached,
-    "functional": _functional,
-    "functional step": _functional_step,
-    "forward without gradients": _without_gradients,
-    "evaluation": _evaluate,
-    "evaluation mode": lambda run: run.model.eval(),
-    "training mode": lambda run: run.model.train(),
-    "forward with a hook": _lifted_hook,
-    "backward": Run.backward,
-    "backward of the oldest": lambda run: run.backward(0),
-    "backward of one loss": _first_loss,
-    "backward in a thread": _in_a_thread,
-    "backward under no_grad": lambda run: run.backward(context=torch.no_grad),
-    "backward under autocast": lambda run: run.backward(context=lambda: _autocast(run)),
-    "gradient only": _gradient_only,
-    "gradient penalty": _gradient_penalty,
-    "step": _optimize,
-    "step to zeros": lambda run: _optimize(run, set_to_none=False),
-    "weight in place": _change_weight,
-    "weight .data replaced": _replace_data,
-    "weight .data in place": _write_data,
-    "weight replaced": _replace_weight,
-    "state loaded": _load,
-    "state assigned": lambda run: _load(run, assign=True),
-    "buffers in place": _change_buffers,
-    "buffers replaced": _replace_buffers,
-    "attribute changed": _change_attribute,
-    "input in place": _change_input,
-    "freeze": lambda run: _freeze(run, requires_grad=False),
-    "unfreeze": lambda run: _freeze(run, requires_grad=True),
-    "error in a region": lambda run: _fail_forward(run, run.model.regions[-1]),
-    "error in an MLP": lambda run: _fail_forward(run, run.model.regions[-1].mlp),
-    "error in backward": _fail_backward,
-    "copy": _copy,
-    "policy removed": _remove,
-    "policy applied": Run.apply,
-    "random numbers": lambda _: torch.rand(3),
-}
 
 
 # --- The verdict ----------------------------------------------------------------------------------------------------
