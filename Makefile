@@ -2,6 +2,7 @@
 #   make demo    the whole story in three minutes, no GPU needed
 #   make test    the tests
 #   make test-all   the slow ones, too
+#   make fuzz MINUTES=10   random training programs under every policy, new ones for so long
 #   make lint    ruff, mypy --strict, import-linter
 #   make bench   side by side with peers, which go into .venv-peers (half an hour, mostly the disk; ARGS="loss --store")
 #   make test-peers   the tests that need a peer's package
@@ -23,7 +24,7 @@ COMPAT := .venv-compat/bin
 PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans demo test test-all test-peers test-compat test-torch lint bench docs dist dist-check changelog hooks clean
+.PHONY: zoo plans demo test test-all fuzz test-peers test-compat test-torch lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
 	$(BIN)/lowtide demo
@@ -33,6 +34,11 @@ test: .venv/.dev
 
 test-all: .venv/.dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
+
+MINUTES ?= 10
+
+fuzz: .venv/.dev
+	LOWTIDE_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/faults/test_random_training.py -k new_programs --timeout=0 $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

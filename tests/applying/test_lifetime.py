@@ -13,6 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import LowtideError
+from models import own
 from models.stacked import build, train_step
 
 
@@ -57,6 +58,21 @@ def test_a_copy_runs_its_own_parameters(twin_of):
     train_step(twin, "cpu")
     assert all(p.grad is not None for p in twin.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301  (our own bytes)
+def test_a_copy_gets_a_policy_of_its_own(twin_of):
+    """What is left in it of the original's policy is not in the way, and goes with its own."""
+    model, x = nn.Sequential(own.Stack()), torch.randn(64, own.WIDTH)
+    lowtide.apply(model, "tile(mlp, tokens=16)")
+    twin = twin_of(model)
+    applied = lowtide.apply(twin, "recompute+tile(mlp, tokens=16)")
+    for either in (model, twin):
+        either(x).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    assert [tiled.tiles for tiled in applied.report().tiles] == [4, 4, 4]
+    applied.remove()
+    assert not any("forward" in vars(module) for module in twin.modules())
 
 
 def test_data_parallel_is_refused():

@@ -52,7 +52,7 @@ class Seam:
         self.runtime = runtime
         self.handle = handle
         """The handle that installed this seam; None once it is removed, and in copies."""
-        self.replaced = module.__dict__.get("forward")  # somebody else's, if there was one
+        self.replaced = _below_ended_seams(module.__dict__.get("forward"))  # somebody else's, if there was one
         self._module = weakref.ref(module)
 
     @property
@@ -123,6 +123,13 @@ class Seam:
         memo[id(self)] = twin
         twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
         return twin
+
+
+def _below_ended_seams(forward: Any) -> Any:
+    """Return what is below seams that run plainly: a copy of a model has them."""
+    while isinstance(forward, Seam) and forward.runtime is None:
+        forward = forward.replaced
+    return forward
 
 
 def seams_of(module: nn.Module) -> Iterator[Seam]:

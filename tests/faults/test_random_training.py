@@ -1,0 +1,177 @@
+"""Random training programs under every policy: the plain program's results or an error, never anything else.
+
+`make fuzz MINUTES=10` runs new programs for that long. What is found is made as small as it can be and printed as a
+`Program`, which can be put into `CORPUS` as it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import time
+
+import pytest
+
+from lowtide import simdevice
+from support.programs import ENGINES, PLAIN, Engine, Outcome, Program, minimised, outcome_of, random_program, verdict
+
+MINUTES = float(os.environ.get("LOWTIDE_FUZZ_MINUTES", "0"))
+
+# Begin of what goes when the last of it is mended: KNOWN, what it is made of, and `is_known`.
+
+_STATE = [
+    "buffer .data",
+    "buffer .data replaced",
+    "frozen",
+    "frozen .data",
+    "tensor attribute",
+    "tensor attribute replaced",
+    "tensor in a dict",
+    "counter",
+    "counter beside a buffer",
+    "list",
+    "flags",
+    "weight shrinks",
+    "weight shrinks .data",
+    "own generator",
+    "python random",
+    "numpy random",
+]
+_CHANGES = [
+    "functional",
+    "functional step",
+    "weight in place",
+    "weight .data replaced",
+    "weight .data in place",
+    "weight replaced",
+    "state loaded",
+    "state assigned",
+    "step while losses wait",
+    "evaluation mode",
+    "part in evaluation mode",
+    "attribute changed",
+    "forward with a hook",
+]
+_HOOKS = ["counts region", "counts mlp", "counts activation", "looks around mlp", "looks around activation"]
+_IN_TILES = [
+    "mlp: first batch",
+    "mlp: gradient inside",
+    "mixture with bias",
+    "spectral norm, old",
+    "weight norm, old",
+    "cached",
+]
+_REPLACED = ["buffer replaced", "table"]
+
+KNOWN: list[tuple[set[str], set[str]]] = [
+    *(({name}, {"recompute"}) for state in _STATE for name in (state, f"mlp: {state}")),
+    *(({name}, {"recompute", "tile"}) for name in [*_CHANGES, *(f"hook {hook}" for hook in _HOOKS)]),
+    *(({name}, {"tile"}) for name in _IN_TILES),
+    *(({name}, {"recompute"}) for name in ("gradient inside", "mlp: gradient inside")),
+    *(({name, "a region twice"}, {"recompute"}) for name in ("auxiliary loss", "mlp: auxiliary loss")),
+    *(({name, "inference mode"}, {"recompute"}) for table in _REPLACED for name in (table, f"mlp: {table}")),
+    *(({name}, {"recompute", "tile", "offload"}) for name in ("per-sample gradients", "forward-mode gradient")),
+]
+"""Features that are known to be wrong together, and under what. Nothing else is left out."""
+
+
+def is_known(program: Program, engine: Engine) -> bool:
+    features = program.features | ({"step while losses wait"} if has_step_while_losses_wait(program) else set())
+    return any(known <= features and acts & engine.acts_in(program) for known, acts in KNOWN)
+
+
+def has_step_while_losses_wait(program: Program) -> bool:
+    waiting = 0
+    for step in program.steps:
+        if (step.startswith("backward") and "one" not in step) or step in ("gradient only", "gradient penalty"):
+            waiting = max(0, waiting - 1)
+        elif "forward" in step and step not in ("forward without gradients", "forward-mode gradient"):
+            waiting += 1
+        elif waiting and (step.startswith("step") or step == "optimizer in backward"):
+            return True
+    return False
+
+
+# End.
+
+TRAINING = ("forward", "backward", "step", "forward", "backward", "step")
+DROPOUT = (("dropout",), ("dropout",))
+BARE = ((), ())
+
+
+def in_between(*steps: str) -> tuple[str, ...]:
+    """Steps between a forward and its backward, and a whole one afterwards."""
+    return ("forward", *steps, "backward", "step", "forward", "backward")
+
+
+CORPUS = {
+    "other weights for one call": Program(BARE, ("functional", *TRAINING)),
+    "meta-learning": Program(BARE, ("functional step", "step", *TRAINING)),
+    "a step between two backwards": Program(BARE, ("forward", "backward of one loss", "step", "backward")),
+    "a weight changed in place": Program(BARE, in_between("weight in place")),
+    "a weight's data replaced": Program(BARE, in_between("weight .data replaced")),
+    "a weight replaced": Program(BARE, in_between("weight replaced")),
+    "a state loaded": Program(BARE, in_between("state loaded")),
+    "a state assigned": Program(BARE, in_between("state assigned")),
+    "a hook that looks around": Program((("hook looks around activation",),) * 2, TRAINING),
+    "old spectral norm": Program((("spectral norm, old",),) * 2, TRAINING),
+    "cached parametrizations": Program((("weight norm",),) * 4, ("cached", "step", "cached")),
+    "state through .data": Program((("buffer .data",),) * 3, TRAINING),
+    "routing bias": Program((("mixture with bias",),) * 2, TRAINING),
+    "a keyword changed": Program(BARE, in_between("keywords in place"), ("keyword",)),
+    "a keyword changed that nobody reads": Program(
+        BARE, in_between("keywords in place"), ("keyword that is not used",)
+    ),
+    "state in an argument": Program(BARE, TRAINING, ("state by keyword",)),
+    "flags": Program((("flags",),) * 2, TRAINING),
+    "evaluation before backward": Program((("buffer", "dropout"), ()), in_between("evaluation mode")),
+    "a copy with a policy of its own": Program(BARE, ("forward", "backward", "copy", "policy applied", *TRAINING)),
+    "Llama": Program((), ("forward", "evaluation", "backward", "step", "forward", "forward", "backward of the oldest")),
+}
+
+
+def check(program: Program, chosen: list[Engine], directory: str) -> dict[str, str]:
+    """Run a program plain and with some engines, and return the verdicts; if one is wrong, a smallest program is."""
+    suitable = [engine for engine in chosen if engine.suits(program) and not is_known(program, engine)]
+    plain = {name: outcome_of(program, PLAIN[name], directory) for name in {engine.device for engine in suitable}}
+    found = {engine.name: judge(program, engine, directory, plain[engine.device]) for engine in suitable}
+    for engine in suitable:
+        if found[engine.name].startswith("WRONG"):
+            smallest = minimised(program, lambda less: judge(less, engine, directory).startswith("WRONG"))  # noqa: B023
+            pytest.fail(f"{engine.name}: {smallest}\n{judge(smallest, engine, directory)}\nfound as {program}")
+    assert simdevice.violations() == [], program
+    return found
+
+
+def judge(program: Program, engine: Engine, directory: str, plain: Outcome | None = None) -> str:
+    expected = plain or outcome_of(program, PLAIN[engine.device], directory)
+    return verdict(expected, outcome_of(program, engine, directory), engine.tolerance(program))
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_a_known_program(name, tmp_path):
+    check(CORPUS[name], ENGINES, str(tmp_path))
+
+
+def search(seed: int, count: int, directory: str) -> collections.Counter:
+    """Run random programs, each with a third of the engines, and count the verdicts of every engine."""
+    source, tally = random.Random(seed), collections.Counter()  # noqa: S311
+    for number in range(count):
+        tally.update(check(random_program(source), ENGINES[number % 3 :: 3], directory).items())
+    return tally
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs(seed, tmp_path):
+    tally = search(seed, 100, str(tmp_path))
+    equal = {engine.name for engine in ENGINES if tally[engine.name, "equal"]}
+    assert {engine.name for engine in ENGINES} - equal <= {"tile"}, tally  # which a Llama needs, and they are few
+
+
+if MINUTES:
+
+    def test_new_programs(tmp_path):
+        end = time.monotonic() + 60 * MINUTES
+        while time.monotonic() < end:
+            search(random.SystemRandom().getrandbits(32), 30, str(tmp_path))
