@@ -22,7 +22,7 @@ from lowtide._torch import NormBase, buffers_of, version_if_any
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -34,12 +34,12 @@ PACKED_BYTES = 1024**2
 
 
 class Snapshot:
-    """The buffers that a module's forward may change, and what they hold; masks and packed weights are left out."""
+    """The buffers of a module's parts that a forward may change; large masks and packed weights are left out."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
         self._slots = [
             _Slot.of(part, name, attributes)
-            for part in module.modules()
+            for part in dict.fromkeys(parts)
             if buffers_of(part) and (attributes := dict(vars(part)))
             for name, buffer in buffers_of(part).items()
             if buffer is not None and may_change(buffer)
@@ -172,7 +172,7 @@ def _restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
 def may_change(buffer: Tensor) -> bool:
     """Return whether a forward may change a buffer: masks and a quantized layer's packed weights stay as they are."""
     if buffer.dtype is torch.bool:
-        return False
+        return buffer.nbytes <= SMALL_BYTES
     is_integer = not (buffer.is_floating_point() or buffer.is_complex())
     return not is_integer or buffer.nbytes < PACKED_BYTES
 

@@ -8,6 +8,7 @@ the machine, and a generator that is not touched need not be put back.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,36 @@ class RandomState:
             yield
 
 
+class HostRandomState:
+    """A snapshot of Python's and NumPy's generators, which torch's checkpoint does not preserve."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HostRandomState):
+            return NotImplemented
+        return self._python == other._python and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def set(self) -> None:
+        """Let the generators go on from here."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set this state inside, and put back afterwards what was there before."""
+        now = HostRandomState()
+        try:
+            self.set()
+            yield
+        finally:
+            now.set()
+
+
 def set_seed(seed: int, devices: list[torch.device]) -> None:
     """Seed Python's, NumPy's and the CPU's generators, and the generators of `devices`."""
     random.seed(seed)
@@ -78,10 +109,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserved(devices: list[torch.device]) -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    before = HostRandomState()
     try:
         with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        before.set()

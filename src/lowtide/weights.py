@@ -49,9 +49,9 @@ def weights_of(module: nn.Module, *, called: bool = False) -> list[Weight]:
     return weights_in(parts_of(module), skip_first=not called)
 
 
-def parts_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and all its parts. Much faster than `modules()`, which looks at names."""
-    parts = [module]
+def parts_of(*modules: nn.Module) -> list[nn.Module]:
+    """Return modules and all their parts. Much faster than `modules()`, which looks at names; some may come twice."""
+    parts = [*modules]
     for part in parts:  # which grows meanwhile
         if children := children_of(part):
             parts += [child for child in children.values() if child is not None]

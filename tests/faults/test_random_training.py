@@ -20,39 +20,6 @@ MINUTES = float(os.environ.get("LOWTIDE_FUZZ_MINUTES", "0"))
 
 # Begin of what goes when the last of it is mended: KNOWN, what it is made of, and `is_known`.
 
-_STATE = [
-    "buffer .data",
-    "buffer .data replaced",
-    "frozen",
-    "frozen .data",
-    "tensor attribute",
-    "tensor attribute replaced",
-    "tensor in a dict",
-    "counter",
-    "counter beside a buffer",
-    "list",
-    "flags",
-    "weight shrinks",
-    "weight shrinks .data",
-    "own generator",
-    "python random",
-    "numpy random",
-]
-_CHANGES = [
-    "functional",
-    "functional step",
-    "weight in place",
-    "weight .data replaced",
-    "weight .data in place",
-    "weight replaced",
-    "state loaded",
-    "state assigned",
-    "step while losses wait",
-    "evaluation mode",
-    "part in evaluation mode",
-    "attribute changed",
-    "forward with a hook",
-]
 _HOOKS = ["counts region", "counts mlp", "counts activation", "looks around mlp", "looks around activation"]
 _IN_TILES = [
     "mlp: first batch",
@@ -61,16 +28,18 @@ _IN_TILES = [
     "spectral norm, old",
     "weight norm, old",
     "cached",
+    "weight .data replaced",
+    "attribute changed",
+    "evaluation mode",
+    "part in evaluation mode",
+    "forward with a hook",
 ]
-_REPLACED = ["buffer replaced", "table"]
 
 KNOWN: list[tuple[set[str], set[str]]] = [
-    *(({name}, {"recompute"}) for state in _STATE for name in (state, f"mlp: {state}")),
-    *(({name}, {"recompute", "tile"}) for name in [*_CHANGES, *(f"hook {hook}" for hook in _HOOKS)]),
+    *(({f"hook {hook}"}, {"recompute", "tile"}) for hook in _HOOKS),
     *(({name}, {"tile"}) for name in _IN_TILES),
-    *(({name}, {"recompute"}) for name in ("gradient inside", "mlp: gradient inside")),
-    *(({name, "a region twice"}, {"recompute"}) for name in ("auxiliary loss", "mlp: auxiliary loss")),
-    *(({name, "inference mode"}, {"recompute"}) for table in _REPLACED for name in (table, f"mlp: {table}")),
+    ({"forward with a hook"}, {"recompute"}),
+    ({"weight .data in place"}, {"recompute", "tile"}),
     *(({name}, {"recompute", "tile", "offload"}) for name in ("per-sample gradients", "forward-mode gradient")),
 ]
 """Features that are known to be wrong together, and under what. Nothing else is left out."""

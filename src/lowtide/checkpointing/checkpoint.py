@@ -194,7 +194,7 @@ def run_region(
     what is inside runs eagerly, unless it is compiled itself.
     """
     function, args, kwargs = _unbind(function, args, kwargs)
-    function = repeated_forward(function, module, ledger.name, habits)
+    function = repeated_forward(function, module, (*args, *kwargs.values()), ledger.name, habits)
     tensors, tree = flatten((args, kwargs))
     replay = _Replay(function, args, kwargs, tree, ledger)
     del args, kwargs

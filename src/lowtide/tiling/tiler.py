@@ -246,7 +246,7 @@ class _Call:
     def as_in_forward(self) -> Iterator[None]:
         """Let the module use the weights of its forward, which must be unchanged, and leave its buffers as they are."""
         check_unchanged(self._weights, self.ledger.name)
-        before = None if self.tiled.module is None else Snapshot(self.tiled.module)
+        before = None if self.tiled.module is None else Snapshot(self.tiled.module.modules())
         try:
             with as_in_forward(self._weights):
                 yield

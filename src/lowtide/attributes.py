@@ -1,0 +1,196 @@
+"""Notes what modules hold in plain attributes, and puts it back: counters, schedules, lists, tensors beside buffers.
+
+A forward may read a number from an attribute, and change it; the program may change it before backward (a schedule of
+dropout's `p`, `model.eval()`). A recompute must find what the forward found, and leave what is there. Numbers are noted
+at each call. Tensors, lists, dictionaries and generators are noted only once a close look at a call has shown that a
+forward changes them: small ones as copies, and of large ones only that a recompute must not leave its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide._torch import version_if_any
+from lowtide.buffers import SMALL_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Recall = Callable[[dict[str, Any], str], object]
+
+_NUMBERS = (bool, int, float, complex, str, type(None))
+_CONTAINERS = (list, dict, set)
+_SIMPLE = frozenset({*_NUMBERS, *_CONTAINERS})
+_OWN = frozenset(vars(nn.Module())) | {"forward"}
+"""What every module has, which is torch's business, and what a policy puts there."""
+_MISSING = object()
+
+
+class AttributeHabits:
+    """Which attributes of a region's parts hold numbers, and which others its forward was seen to change."""
+
+    def __init__(self) -> None:
+        self._layout: list[int] = []
+        self._numbers: list[tuple[str, ...]] = []
+        self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+    def note(self, parts: list[nn.Module]) -> NotedAttributes:
+        """Note the numbers of all parts, and what is known to change."""
+        layout = [*map(id, parts)]
+        if layout != self._layout:
+            self._layout, self._numbers = layout, [_names_of_numbers(part) for part in parts]
+        noted = NotedAttributes(parts, self._numbers)
+        if self._changing:
+            known = [(vars(part), name) for part in dict.fromkeys(parts) for name in self._changing.get(part, ())]
+            noted.others = [(held, name, _recall(held.get(name, _MISSING))) for held, name in known]
+        return noted
+
+    def learn(self, part: nn.Module, name: str) -> None:
+        """Remember that a forward changes this attribute."""
+        self._changing.setdefault(part, set()).add(name)
+        self._layout = []  # a number may have come or gone
+
+
+class NotedAttributes:
+    """The attributes of a module's parts as they were when a forward began."""
+
+    def __init__(self, parts: list[nn.Module], names: list[tuple[str, ...]]) -> None:
+        pairs = [(vars(part), own) for part, own in zip(parts, names, strict=True)]
+        self._numbers = [(held, own, [*map(held.get, own)]) for held, own in pairs]
+        self.others: list[tuple[dict[str, Any], str, Recall]] = []
+
+    def are_unchanged(self) -> bool:
+        """Return whether the numbers are what they were, and there is nothing else to put back."""
+        return not self.others and all([*map(held.get, names)] == values for held, names, values in self._numbers)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the parts find their attributes inside as they were noted, and leave them as they are now."""
+        numbers = [
+            (held, name, _recall(value))
+            for held, names, values in self._numbers
+            for name, value in zip(names, values, strict=True)
+            if held.get(name, _MISSING) != value
+        ]
+        places = [*numbers, *self.others]
+        now = [(held, name, _put_back(held.get(name, _MISSING))) for held, name, _ in places]
+        try:
+            for held, name, recall in places:
+                recall(held, name)
+            yield
+        finally:
+            for held, name, put_back in now:
+                put_back(held, name)
+
+
+NO_ATTRIBUTES = NotedAttributes([], [])
+
+
+class AttributeLook:
+    """A close look at one call: all attributes of a module's parts that a forward might change, before and after."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._before = [(part, _traces(part)) for part in dict.fromkeys(parts)]
+
+    def learn(self, habits: AttributeHabits, noted: NotedAttributes) -> None:
+        """Compare with what is there now; add what changed to the habits and to what was noted before the call."""
+        for part, before in self._before:
+            held, now = vars(part), _traces(part)
+            for name in before.keys() | now.keys():
+                trace = before.get(name)
+                if trace is not None and name in now and trace.is_same(now[name]):
+                    continue
+                habits.learn(part, name)
+                noted.others.append((held, name, _recall(_MISSING) if trace is None else trace.recall))
+
+
+class _Trace(NamedTuple):
+    """What an attribute held: the object, the items in it, and versions of tensors; and how to have it again."""
+
+    value: Any
+    items: list[Any]
+    versions: list[int]
+    state: torch.Tensor | None
+    recall: Recall
+
+    def is_same(self, other: _Trace) -> bool:
+        if isinstance(self.value, _NUMBERS):
+            return type(self.value) is type(other.value) and bool(self.value == other.value)
+        if self.value is not other.value or len(self.items) != len(other.items) or self.versions != other.versions:
+            return False
+        is_same_state = self.state is None or other.state is None or torch.equal(self.state, other.state)
+        return is_same_state and all(a is b for a, b in zip(self.items, other.items, strict=True))
+
+
+def _traces(part: nn.Module) -> dict[str, _Trace]:
+    return {
+        name: _trace(value)
+        for name, value in vars(part).items()
+        if name not in _OWN and (type(value) in _SIMPLE or isinstance(value, (torch.Tensor, torch.Generator)))
+    }
+
+
+def _trace(value: Any) -> _Trace:
+    items = [value] if isinstance(value, torch.Tensor) else []
+    if isinstance(value, _CONTAINERS):
+        items = list(value.values()) if isinstance(value, dict) else list(value)
+    versions = [version_if_any(item) for item in items if isinstance(item, torch.Tensor)]
+    state = value.get_state() if isinstance(value, torch.Generator) else None
+    return _Trace(value, items, versions, state, _recall(value))
+
+
+def _names_of_numbers(part: nn.Module) -> tuple[str, ...]:
+    return ("training", *(n for n, value in vars(part).items() if type(value) in _NUMBERS and n not in _OWN))
+
+
+def _recall(value: Any) -> Recall:
+    """Return a function that puts a copy of `value`, as it is now, into a place; large tensors it leaves alone."""
+    if value is _MISSING:
+        return _remove
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda _held, _name: value.set_state(state)
+    if isinstance(value, torch.Tensor):
+        if not _is_small_state(value):
+            return _leave
+        kept = value.detach().clone()
+        return lambda held, name: held.__setitem__(name, kept.clone())
+    if isinstance(value, _CONTAINERS):
+        kept_items = _copied(value)
+        return lambda held, name: held.__setitem__(name, _copied(kept_items))
+    return lambda held, name: held.__setitem__(name, value)
+
+
+def _put_back(value: Any) -> Recall:
+    """Return a function that puts `value` itself back into its place."""
+    if value is _MISSING:
+        return _remove
+    return _recall(value) if isinstance(value, torch.Generator) else lambda held, name: held.__setitem__(name, value)
+
+
+def _remove(held: dict[str, Any], name: str) -> None:
+    held.pop(name, None)
+
+
+def _leave(_held: dict[str, Any], _name: str) -> None:
+    """Leave a place as it is."""
+
+
+def _copied(container: Any) -> Any:
+    """Return a copy of a list, a dictionary or a set, with copies of the small tensors in it."""
+    if isinstance(container, dict):
+        return {key: _copied_item(item) for key, item in container.items()}
+    return [_copied_item(item) for item in container] if isinstance(container, list) else set(container)
+
+
+def _copied_item(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, torch.Tensor) and _is_small_state(item) else item
+
+
+def _is_small_state(tensor: torch.Tensor) -> bool:
+    return not tensor.requires_grad and tensor.layout is torch.strided and tensor.nbytes <= SMALL_BYTES
