@@ -17,7 +17,7 @@ from lowtide.compat import recorded_outputs
 from lowtide.errors import InvalidValueError, NotTokenWiseError
 from lowtide.regions import listed_experts
 from lowtide.tensor_tree import flatten
-from lowtide.tiling.collectives import has_several_ranks
+from lowtide.tiling.collectives import has_several_ranks, is_distributed
 from lowtide.tiling.hooks import HookWatch, inner_hooks, known_to_change
 from lowtide.tiling.probe import Trial
 from lowtide.tiling.tile import tile_call, tile_count
@@ -60,6 +60,8 @@ class TileRuntime:
         if case in self._tried or not self._is_time_to_try(call, case):
             return self._run(call, self._tried.get(case, []))
         self._check_gathers(module)
+        if is_distributed(x):
+            return self._run_distributed(call)
         if not self._probe:
             self._tried[case] = []
             return self._run(call, [])
@@ -88,6 +90,17 @@ class TileRuntime:
         if error is not None:
             raise error
         return output
+
+    def _run_distributed(self, call: _TiledCall) -> Any:
+        """Run a call that is short enough to stay whole; refuse to cut a DTensor."""
+        if self._is_cut(call):
+            name = self._ledger.name
+            raise InvalidValueError(
+                f"{name} ({type(call.tiled.module).__name__}) cannot be tiled: its hidden states are a DTensor, of "
+                "which each rank may have other tokens. Hand it plain tensors of all tokens (in a tensor-parallel plan: "
+                f"use_local_output=True), or leave it out with a rule: 'tile(mlp); {name}: none'"
+            )
+        return self._run(call, [])
 
     def _judge(self, trial: Trial, hooks: list[Hook], call: _TiledCall, case: _Case) -> None:
         """Run the trial, and refuse the module if it cannot be tiled and this call is, or other ranks depend on it."""

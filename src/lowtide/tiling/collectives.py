@@ -6,11 +6,11 @@ on in the groups that are found here.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lowtide._torch import TorchDispatchMode, group_of
 
@@ -28,12 +28,22 @@ class CollectiveGroups(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # a DTensor's collectives are among what it makes of the operator
+        if any(map(_is_dtensor, types)):
+            return NotImplemented  # its collectives are among what it makes of the operator
         group = group_of(func, args)
         if group is not None and group not in self.groups:
             self.groups.append(group)
         return func(*args, **(kwargs or {}))
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Return whether a tensor is a `DTensor`, of which each rank may have a part."""
+    return _is_dtensor(type(tensor))
+
+
+def _is_dtensor(kind: type) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def has_several_ranks() -> bool:

@@ -42,6 +42,8 @@ LENGTH, ROWS = 16, 2
 """The size of the sample: tokens of the last token dimension, and rows of the other ones."""
 CROWD = 1024
 """How many copies of one token run together."""
+_SHOWN = 3
+"""How many hooks a message names."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3}
 _LOW_PRECISION = 1.5e-2
 
@@ -79,7 +81,7 @@ class Trial:
             if groups and largest_in(groups, int(fault is not None), self._sample.device) and fault is None:
                 fault = "another rank found that it is not token-wise"
         if fault is not None and hooks:
-            fault += f" (with its hooks: {', '.join(map(str, hooks))})"
+            fault += f" (with its hooks: {_listed(hooks)})"
         return Finding(fault, groups)
 
     def refuse(self, fault: str) -> NotTokenWiseError:
@@ -87,6 +89,11 @@ class Trial:
         kind = type(self._tiled.module or self._tiled.function).__name__
         rule = f"'tile(mlp); {self._name}: none'"
         return NotTokenWiseError(f"{self._name} ({kind}) cannot be tiled: {fault}. Leave it out with a rule: {rule}")
+
+
+def _listed(hooks: list[Hook]) -> str:
+    names = list(dict.fromkeys(map(str, hooks)))
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 class _Sample:
