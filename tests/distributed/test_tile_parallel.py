@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import (
 
 import lowtide
 from lowtide.errors import InvalidValueError, NotTokenWiseError
+from models import architectures
+from models.in_double import make
 from models.mlps import HIDDEN, Gated
 from support.launcher import run_ranks
 
@@ -88,6 +90,22 @@ def sequence_parallel(_rank: int) -> None:
 
 def test_a_dtensor_is_not_cut():
     run_ranks(sequence_parallel)
+
+
+def split_head(_rank: int) -> None:
+    model, batch = make(architectures.llama)
+    plan = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    expected = model(**batch).loss
+    applied = lowtide.apply(model, "tile(loss, loss_tokens=10)")
+    with pytest.raises(InvalidValueError, match=r"'lm_head' is split over ranks.*Leave tile\(loss\) out"):
+        model(**batch)
+    applied.remove()
+    assert torch.equal(model(**batch).loss, expected)
+
+
+def test_a_head_that_is_split_over_ranks():
+    run_ranks(split_head)
 
 
 # --- Experts on several ranks ---------------------------------------------------------------------------------------

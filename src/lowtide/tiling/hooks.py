@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _GATHERING = ("torch.distributed.fsdp", "torch.distributed._composable", "deepspeed")
 """Whose hooks gather weights, which the trial has gathered already."""
 _OBSERVING = ("transformers.utils.output_capturing",)
-_CHANGING = ("torch.distributed.tensor", "torch.nn.utils")
+_CHANGING = ("torch.distributed.tensor", "torch.nn.utils", "transformers.distributed")
 """Whose hooks a part cannot do without: tensor parallelism, and weights that are computed before each call."""
 
 
