@@ -209,7 +209,7 @@ def group_of(overload: Any, args: tuple[Any, ...]) -> Any:
     if isinstance(given.get("group_name"), str):
         from torch.distributed import distributed_c10d
 
-        return distributed_c10d._resolve_process_group(given["group_name"])
+        return distributed_c10d._resolve_process_group(given["group_name"])  # type: ignore[attr-defined]
     return torch.distributed.ProcessGroup.unbox(given["process_group"]) if "process_group" in given else None
 
 
@@ -256,7 +256,6 @@ NON_PERSISTENT = "_non_persistent_buffers_set"
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute that `module.compile()` sets. 2.10. Public replacement: none."""
-
 
 
 @contextlib.contextmanager

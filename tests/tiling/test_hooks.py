@@ -33,11 +33,12 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-def stack(change=lambda mlp: None):
+def stack(change=None):
     torch.manual_seed(0)
     net = nn.Sequential(Layer(), Layer()).double()
     for layer in net:
-        change(layer.mlp)
+        if change is not None:
+            change(layer.mlp)
     return net
 
 
@@ -122,7 +123,7 @@ TOKEN_WISE = {
     "returns": lambda mlp: mlp.act.register_forward_hook(lambda _module, _args, y: y * 0.5),
     "before": lambda mlp: mlp.act.register_forward_pre_hook(lambda _module, args: args[0] * 0.5),
     "in place": lambda mlp: mlp.act.register_forward_hook(halve),
-    "looks": lambda mlp: mlp.act.register_forward_hook(lambda _module, _args, y: None),
+    "looks": lambda mlp: mlp.act.register_forward_hook(lambda *_: None),
     "a replaced forward": lambda mlp: setattr(
         mlp.up, "forward", functools.partial(lambda up, y: type(up).forward(up, y) * 2, mlp.up)
     ),
@@ -160,7 +161,11 @@ def recorder_in(kind, factor):
             return None if factor is None else y * factor
 
         return functools.partial(append, recorder.seen), recorder.seen
-    return (lambda *given: recorder(*given)), recorder.seen  # a closure
+
+    def closure(module, args, y):
+        return recorder(module, args, y)
+
+    return closure, recorder.seen
 
 
 @pytest.mark.parametrize("factor", [None, 0.5])

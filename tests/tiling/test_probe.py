@@ -315,7 +315,7 @@ class Collecting(Gated):
 @pytest.mark.parametrize("tokens", [x(), torch.zeros(2, 48, HIDDEN, dtype=torch.double)], ids=["different", "padding"])
 def test_a_tensor_of_the_tokens_in_an_attribute(kind, tokens):
     net = stack(kind, TILED)
-    with pytest.raises(NotTokenWiseError, match="leaves a tensor in its attribute '(loss|seen)'"):
+    with pytest.raises(NotTokenWiseError, match=r"leaves a tensor in its attribute '(loss|seen)'"):
         net(tokens)
     assert not getattr(net[0].mlp, "seen", None), "the trial leaves no trace"
     assert not hasattr(net[0].mlp, "loss")

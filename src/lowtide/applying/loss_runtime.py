@@ -82,7 +82,7 @@ class HeadRuntime:
         """Refuse a head of which each rank has a part. (What FSDP2 shards is gathered by now.)"""
         if any(map(is_distributed, [hidden, *head.parameters()])):
             raise InvalidValueError(
-                f"tile(loss): the head {self._ledger.name!r} is split over ranks by tensor parallelism, and each rank's "
+                f"tile(loss): the head {self._ledger.name!r} is split over ranks by tensor parallelism, and a rank's "
                 "loss would need the others' logits. Leave tile(loss) out of the policy, or lm_head out of the "
                 "tensor-parallel plan"
             )

@@ -97,8 +97,8 @@ class TileRuntime:
             name = self._ledger.name
             raise InvalidValueError(
                 f"{name} ({type(call.tiled.module).__name__}) cannot be tiled: its hidden states are a DTensor, of "
-                "which each rank may have other tokens. Hand it plain tensors of all tokens (in a tensor-parallel plan: "
-                f"use_local_output=True), or leave it out with a rule: 'tile(mlp); {name}: none'"
+                "which each rank may have other tokens. Hand it plain tensors of all tokens (use_local_output=True in "
+                f"the parallel plan), or leave it out with a rule: 'tile(mlp); {name}: none'"
             )
         return self._run(call, [])
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class CollectiveGroups(TorchDispatchMode):
+class CollectiveGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the process groups of all collectives inside, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.groups: list[Any] = []
 
     def __torch_dispatch__(

@@ -24,17 +24,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch import CONTENT, no_dispatch_modes, version_of, without_parametrize_cache
+from lowtide._torch import no_dispatch_modes, version_of, without_parametrize_cache
 from lowtide.errors import NotTokenWiseError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.collectives import CollectiveGroups, largest_in
+from lowtide.tiling.remains import Remains, are_far_apart, different_attribute, different_buffer
 from lowtide.tiling.tiled_function import TiledFunction, gathered
 from lowtide.tiling.twin import twin_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from lowtide.tensor_tree import TensorTree
     from lowtide.tiling.hooks import Hook
 
@@ -44,8 +43,6 @@ CROWD = 1024
 """How many copies of one token run together."""
 _SHOWN = 3
 """How many hooks a message names."""
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3}
-_LOW_PRECISION = 1.5e-2
 
 
 class Finding(NamedTuple):
@@ -149,33 +146,6 @@ def _vary(rows: torch.Tensor) -> torch.Tensor:
     return rows * steps[:, None].to(rows.dtype) + 0.1 * waves.to(rows.dtype)
 
 
-class _Left(NamedTuple):
-    """What a module holds after a call: its buffers, and the tensors in plain attributes."""
-
-    buffers: dict[str, torch.Tensor]
-    attributes: dict[str, list[torch.Tensor]]
-    marks: dict[str, list[int]]
-    """The identities and versions of the tensors in attributes."""
-
-    @classmethod
-    def by(cls, module: nn.Module | None) -> _Left:
-        parts = [] if module is None else list(module.named_modules())
-        attributes = {
-            f"{path}.{name}".strip("."): tensors
-            for path, part in parts
-            for name, value in vars(part).items()
-            if name not in CONTENT and (tensors := flatten(value)[0])
-        }
-        marks = {name: [n for t in tensors for n in (id(t), _version(t))] for name, tensors in attributes.items()}
-        buffers = {} if module is None else {name: buffer.clone() for name, buffer in module.named_buffers()}
-        return cls(buffers, attributes, marks)
-
-    def changed(self, before: _Left) -> dict[str, list[torch.Tensor]]:
-        """Return copies of what the attributes hold that have changed."""
-        changed = [name for name, mark in self.marks.items() if mark != before.marks.get(name)]
-        return {name: [tensor.clone() for tensor in self.attributes[name]] for name in changed}
-
-
 class _Experiment:
     def __init__(self, tiled: TiledFunction, hooks: list[Hook], sample: _Sample) -> None:
         self._tiled = tiled
@@ -215,30 +185,24 @@ class _Experiment:
 
     def _find_remains(self) -> str | None:
         """Compare what one call leaves with what two halves of it leave, and the second half with one run alone."""
-        first, second = self._every[: len(self._every) // 2], self._every[len(self._every) // 2 :]
+        middle = len(self._every) // 2
+        first, second = self._every[:middle], self._every[middle:]
         whole, halves, alone = (self._twin() for _ in range(3))
-        before = _Left.by(whole.module)
+        left_by_whole, left_by_halves = Remains(whole.module), Remains(halves.module)
         self._run(whole, self._every, varied=True)
-        after_whole = _Left.by(whole.module)
-        in_whole = after_whole.changed(before)
-        before_halves = _Left.by(halves.module)
+        at_once = left_by_whole.now()
         self._run(halves, first, varied=True)
-        in_first = _Left.by(halves.module).changed(before_halves)
+        half = left_by_halves.now()
         rows = self._run(halves, second, varied=True)
-        after_halves = _Left.by(halves.module)
-        in_second = after_halves.changed(before_halves)
+        in_two = left_by_halves.now()
         rows_alone = self._run(alone, second, varied=True)
-        for name, buffer in after_whole.buffers.items():
-            if not _is_same_update(before.buffers.get(name), buffer, after_halves.buffers.get(name)):
-                return f"it updates its buffer {name!r} in each call, so in tiles it would once per tile"
+        if (name := different_buffer(left_by_whole.before, at_once, in_two)) is not None:
+            return f"it updates its buffer {name!r} in each call, which would be once per tile"
         if any(_differ(one, two) for one, two in zip(rows, rows_alone, strict=True)):
             return "its output depends on the calls before it, and each tile would be one"
-        left = [
-            name
-            for name in in_whole | in_first | in_second
-            if not (_are_same(in_whole.get(name), in_first.get(name)) and _are_same(in_whole.get(name), in_second.get(name)))
-        ]
-        return f"it leaves a tensor in its attribute {left[0]!r}, which would be the last tile's" if left else None
+        if (name := different_attribute([at_once, half, in_two])) is not None:
+            return f"it leaves a tensor in its attribute {name!r}, which would be the last tile's"
+        return None
 
     def _twin(self) -> TiledFunction:
         return twin_of(self._tiled, self._hooks)
@@ -267,36 +231,7 @@ class _Experiment:
 def _differ(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     if len(ours) != len(others):
         return True
-    return any(_are_far_apart(one, two) for one, two in zip(ours, others, strict=True))
-
-
-def _is_same_update(before: torch.Tensor | None, one: torch.Tensor, two: torch.Tensor | None) -> bool:
-    """Return whether two runs changed a buffer alike. A table may be made longer by one of them than by the other."""
-    if two is None or one.dim() != two.dim() or one.dtype != two.dtype:
-        return False
-    both = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, two.shape, strict=True))
-    one, two = one[both], two[both]
-    if _are_same([one], [two]):
-        return True
-    if before is None or before.shape != one.shape or not one.is_floating_point():
-        return False
-    # Sums over tokens are rounded: equal are those that differ by less than the update, and the buffer, can resolve.
-    start, one, two = before.double(), one.double(), two.double()
-    rounding = 2 * torch.finfo(before.dtype).eps * torch.maximum(one.abs(), two.abs())
-    bound = _TOLERANCE.get(before.dtype, _LOW_PRECISION) * torch.maximum((one - start).abs(), (two - start).abs()).max()
-    return bool(((one - two).abs() <= torch.maximum(bound, rounding)).all())
-
-
-def _are_same(ours: list[torch.Tensor] | None, others: list[torch.Tensor] | None) -> bool:
-    if ours is None or others is None or len(ours) != len(others):
-        return False
-    pairs = zip(ours, others, strict=True)
-    return all(one.shape == two.shape and torch.equal(_as_bytes(one), _as_bytes(two)) for one, two in pairs)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a plain tensor, for NaN is not equal to itself."""
-    return tensor.reshape(-1).view(torch.uint8) if type(tensor) is torch.Tensor else tensor
+    return any(are_far_apart(one, two) for one, two in zip(ours, others, strict=True))
 
 
 def _by_token(output: torch.Tensor, lead: torch.Size, count: int) -> list[torch.Tensor]:
@@ -306,20 +241,3 @@ def _by_token(output: torch.Tensor, lead: torch.Size, count: int) -> list[torch.
     if output.shape[:1] != (count,):
         raise ValueError(f"an output of shape {tuple(output.shape)} has no row for each of {count} tokens")
     return list(output)
-
-
-def _are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if not one.is_floating_point():
-        return not torch.equal(one, two)
-    if not (torch.isfinite(one).all() and torch.isfinite(two).all()):
-        return False  # infinities and NaN prove nothing
-    tolerance = _TOLERANCE.get(one.dtype, _LOW_PRECISION)
-    if one.dtype is torch.float32 and one.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        tolerance = _TOLERANCE[torch.float16]
-    scale = torch.maximum(one.double().norm(), two.double().norm())
-    return bool((one.double() - two.double()).norm() > tolerance * scale)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return a tensor's version; inference tensors do not have one."""
-    return 0 if tensor.is_inference() else version_of(tensor)

@@ -88,10 +88,8 @@ class _Copier:
 
     def copy(self, value: Any, depth: int) -> Any:
         """Return a copy of a value that may be changed without a trace, as far as this many levels go."""
-        if isinstance(value, nn.Module):
-            return self.twins.get(value, value)
-        if isinstance(value, torch.Tensor):
-            return self.tensor(value)
+        if isinstance(value, nn.Module | torch.Tensor):
+            return self.twins.get(value, value) if isinstance(value, nn.Module) else self.tensor(value)
         if depth == 0 or not (_is_copied(value) or _is_plain_object(value)):
             return value
         if isinstance(value, types.FunctionType):
@@ -142,7 +140,8 @@ def _is_copied(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Return whether a value is an object of a user's own class with nothing unusual to copying it."""
+    """Return whether a value is an object of a class that says nothing about copying it, and not one of torch's."""
     kind = type(value)
     is_foreign = kind.__module__.partition(".")[0] in ("builtins", "torch") or isinstance(value, type)
-    return not is_foreign and hasattr(value, "__dict__") and kind.__reduce_ex__ is object.__reduce_ex__
+    says = {name for cls in kind.__mro__[:-1] for name in vars(cls)} & {"__copy__", "__reduce__", "__reduce_ex__"}
+    return not is_foreign and hasattr(value, "__dict__") and not says
