@@ -26,6 +26,8 @@ _OBSERVING = ("transformers.utils.output_capturing",)
 _CHANGING = ("torch.distributed.tensor", "torch.nn.utils", "transformers.distributed")
 """Whose hooks a part cannot do without: tensor parallelism, and weights that are computed before each call."""
 
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class Hook(NamedTuple):
     """A forward hook, or one before forward, of a part of a module."""
@@ -135,5 +137,5 @@ def _state(module: nn.Module, given: tuple[Any, ...]) -> list[Any]:
 def _mark(tensor: torch.Tensor) -> tuple[int, str]:
     """Return a number and a word that change with a tensor's content, also if it is written through `.data`."""
     version = 0 if tensor.is_inference() else version_of(tensor)
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
-    return version, str(tensor.detach().double().sum().item()) if is_plain and tensor.dtype.is_floating_point else ""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.dtype in _SUMMED
+    return version, str(tensor.detach().sum(dtype=torch.float64).item()) if is_plain else ""
