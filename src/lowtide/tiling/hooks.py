@@ -115,23 +115,32 @@ class _WatchedHook:
         self.has_changed = False
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        before = _state(module, given)
+        before = _Reachable(module, given)
         result = self.hook.function(module, *given)
         is_new = result is not None and not any(result is value for value in given)
-        self.has_changed |= is_new or _state(module, given) != before
+        self.has_changed |= is_new or _Reachable(module, given).marks != before.marks
         return result
 
 
-def _state(module: nn.Module, given: tuple[Any, ...]) -> list[Any]:
-    """Return what a hook can change: its arguments, and what its module holds, as identities, versions and sums."""
-    held = [
-        (name, key, id(item))
-        for name, value in vars(module).items()
-        for key, item in (value.items() if isinstance(value, dict) else [(None, value)])
-    ]
-    keywords = [(name, id(value)) for part in given if isinstance(part, dict) for name, value in part.items()]
-    tensors = [*flatten(given)[0], *flatten(list(vars(module).values()))[0]]
-    return [held, keywords, [(id(tensor), _mark(tensor)) for tensor in tensors]]
+class _Reachable:
+    """What a hook can change: its arguments, and what its module holds, as identities, versions and sums.
+
+    All of it is kept alive meanwhile: the identity of a thing that is gone may be another's.
+    """
+
+    def __init__(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        own = vars(module)
+        places = [(name, None, value) for name, value in own.items() if not isinstance(value, dict)]
+        places += [
+            (name, key, value) for name, inner in own.items() if isinstance(inner, dict) for key, value in inner.items()
+        ]
+        places += [("", key, value) for inner in given if isinstance(inner, dict) for key, value in inner.items()]
+        tensors = [*flatten(given)[0], *flatten(list(own.values()))[0]]
+        self._kept = (places, tensors)
+        self.marks = [
+            [(name, key, id(value)) for name, key, value in places],
+            [(id(tensor), _mark(tensor)) for tensor in tensors],
+        ]
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, str]:

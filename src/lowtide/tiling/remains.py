@@ -31,7 +31,8 @@ class Remains:
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
-        self._marks = {name: _marks(tensors) for name, tensors in self._attributes().items()}
+        self._held = self._attributes()  # kept, for the identity of a tensor that is gone may be another's
+        self._marks = {name: _marks(tensors) for name, tensors in self._held.items()}
         self.before = self._buffers()
 
     def now(self) -> Left:
