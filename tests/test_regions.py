@@ -153,8 +153,12 @@ class Parts(nn.Module):
 
 
 class Stacked(nn.Module):
-    def __init__(self, *shape: int) -> None:
+    """A weight of any shape. Names among `without` are parameters that it does not have."""
+
+    def __init__(self, *shape: int, **without: None) -> None:
         super().__init__()
+        for name in without:
+            self.register_parameter(name, None)
         self.weight = nn.Parameter(torch.zeros(shape))
 
 
@@ -182,8 +186,24 @@ def found(part: nn.Module) -> list[str]:
         Parts(gate=nn.Linear(8, 5), experts=experts(nn.Identity(), nn.Identity())),
         Parts(experts=Stacked(3, 8, 4), gate=nn.Linear(8, 3)),
         Parts(gate=nn.Linear(8, 3), experts=Parts(fc1=Stacked(3, 8, 8), fc2=Stacked(3, 4, 8))),
+        Parts(net=nn.ModuleList([nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)])),
+        Parts(net=nn.ModuleList([Parts(proj=nn.Linear(8, 32)), nn.Dropout(0.1), nn.Linear(16, 8)])),
+        Parts(up=nn.Linear(8, 16), norm=nn.LayerNorm(16, bias=False), down=nn.Linear(16, 8)),
+        Parts(experts=Stacked(3, 8, 4, bias=None), gate=Stacked(3, 8, bias=None)),
     ],
-    ids=["MLP", "wide experts", "narrow ones", "a shared one", "ones that do nothing", "stacked", "stacked in parts"],
+    ids=[
+        "MLP",
+        "wide experts",
+        "narrow ones",
+        "a shared one",
+        "ones that do nothing",
+        "stacked",
+        "stacked in parts",
+        "layers in a list",
+        "a gated MLP of diffusers",
+        "a norm without a bias",
+        "experts and a router without a bias",
+    ],
 )
 def test_it_is_found_as_a_whole(part):
     assert found(part) == ["0.part"]

@@ -11,6 +11,7 @@ listed here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -26,13 +27,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.autograd.graph import Node
@@ -207,6 +209,22 @@ def schema_of(overload: Any) -> Any:
     return overload._schema
 
 
+def group_of(overload: Any, args: tuple[Any, ...]) -> Any:
+    """Return the process group of a call if it is a collective; None for any other operator.
+
+    Arguments of the names `process_group` (boxed) and `group_name`; `distributed_c10d._resolve_process_group`, 2.10.
+    Public replacement: none.
+    """
+    if overload.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    given = {argument.name: value for argument, value in zip(schema_of(overload).arguments, args, strict=False)}
+    if isinstance(given.get("group_name"), str):
+        from torch.distributed import distributed_c10d
+
+        return distributed_c10d._resolve_process_group(given["group_name"])  # type: ignore[attr-defined]
+    return torch.distributed.ProcessGroup.unbox(given["process_group"]) if "process_group" in given else None
+
+
 # --- Modules --------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +268,21 @@ NON_PERSISTENT = "_non_persistent_buffers_set"
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute that `module.compile()` sets. 2.10. Public replacement: none."""
+
+
+@contextlib.contextmanager
+def without_parametrize_cache() -> Iterator[None]:
+    """Compute parametrized weights anew inside, whatever `parametrize.cached()` around it keeps; that stays as it is.
+
+    The cache knows modules by addresses, and a cached weight belongs to the graph of whatever asked for it first.
+    `torch.nn.utils.parametrize._cache_enabled`, 2.10. Public replacement: none.
+    """
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
 
 CONTENT = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that hold its content; everything else is an attribute that its class gave it. 2.10."""
@@ -300,6 +333,14 @@ def disable_dynamo(function: C) -> C:
     or two) as the decorator is applied.
     """
     return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
+
+
+def uncompiled(function: C) -> C:
+    """Return the function that `torch.compile` made this one of, or the function itself.
+
+    The attribute `_torchdynamo_orig_callable` of compiled functions, 2.10. Public replacement: none.
+    """
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def import_dynamo() -> None:

@@ -207,7 +207,8 @@ def _is_candidate(module: nn.Module) -> bool:
         return False
     if any(_looks_at_other_tokens(inner) for inner in module.modules()):
         return False
-    return _is_moe(module) or (_is_mlp(module) and not any(_is_mlp(child) for child in module.children()))
+    called = [child for child in module.children() if _is_called(child)]  # a list of layers is not (diffusers' MLPs)
+    return _is_moe(module) or (_is_mlp(module) and not any(map(_is_mlp, called)))
 
 
 _OTHER_TOKENS = ("mask", "position", "past_", "cache", "attn", "attention")

@@ -239,6 +239,15 @@ def not_token_wise() -> None:
 
 
 @trouble
+def tiled_power_iteration() -> None:
+    model = stack()
+    for mlp in model:
+        nn.utils.parametrizations.spectral_norm(mlp[0])
+    lowtide.apply(model, "tile(mlp, tokens=4)")
+    model(torch.randn(1, 16, 8))
+
+
+@trouble
 def cache_with_content() -> None:
     model = llama()
     lowtide.apply(model, "recompute")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import InPlaceError, InvalidValueError, NotTokenWiseError
+from lowtide.tiling import tiler
 from models.mlps import HIDDEN, Dropping, Gated, Lora, Tied, WithArguments, batch, build, routed
 
 TOLERANCE = 1e-12
@@ -191,6 +194,26 @@ def test_a_graph_that_is_kept_and_run_twice():
     once = [x.grad.clone(), *(p.grad.clone() for p in mlp.parameters())]
     out.backward()
     assert_close([x.grad, *(p.grad for p in mlp.parameters())], [2 * grad for grad in once])
+
+
+@pytest.mark.parametrize("asked", ["weights", "inputs", "weights of a frozen input"])
+def test_the_inputs_are_let_go_whichever_gradients_are_asked_for(asked):
+    """Where no gradient of the input is asked for, backward never reaches the node that saved it."""
+    gc.collect()
+    mlp, x = build(Gated), batch(3, 37, requires_grad=asked != "weights of a frozen input")
+    out = lowtide.tile(mlp, x, tokens=10)
+    torch.autograd.grad(out.sum(), [x] if asked == "inputs" else list(mlp.parameters()), retain_graph=True)
+    unpacked = [held for held in gc.get_objects() if type(held) is tiler._UnpackedInputs]
+    assert unpacked
+    assert all(held.tiles == [] for held in unpacked)
+
+
+def test_a_saved_tensor_that_is_looked_at_outside_of_a_backward():
+    x = batch(37)
+    nodes = [lowtide.tile(torch.exp, x, tokens=10).grad_fn]
+    while not any("Exp" in node.name() for node in nodes):
+        nodes = [after for node in nodes for after, _ in node.next_functions if after is not None]
+    assert torch.equal(nodes[0]._saved_result, x.detach()[:10].exp())
 
 
 def test_double_backward():

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.errors import InvalidValueError
 from lowtide.losses.deferred import DeferredLogits
 from lowtide.losses.head_loss import count_classes, head_loss
+from lowtide.tiling.collectives import is_distributed
 from lowtide.tiling.tiled_function import TiledFunction
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class HeadRuntime:
         if len(args) != 1:
             return forward(*args, **kwargs)
         (hidden,) = args
+        self._refuse_tensor_parallel(head, hidden)
         if _REQUEST in kwargs:
             return head_loss(TiledFunction(forward, head), hidden, kwargs[_REQUEST], self._ledger, self._tokens)
 
@@ -74,6 +77,15 @@ class HeadRuntime:
 
         dtype = torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else hidden.dtype
         return DeferredLogits(hidden, count_classes(head), dtype, make_loss, forward)
+
+    def _refuse_tensor_parallel(self, head: nn.Module, hidden: torch.Tensor) -> None:
+        """Refuse a head of which each rank has a part. (What FSDP2 shards is gathered by now.)"""
+        if any(map(is_distributed, [hidden, *head.parameters()])):
+            raise InvalidValueError(
+                f"tile(loss): the head {self._ledger.name!r} is split over ranks by tensor parallelism, and a rank's "
+                "loss would need the others' logits. Leave tile(loss) out of the policy, or lm_head out of the "
+                "tensor-parallel plan"
+            )
 
     def _make_loss(self, tiled: TiledFunction, hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
         """Make the loss. Hooks of the head have acted already; only those that gather weights must act again."""

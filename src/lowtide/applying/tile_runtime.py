@@ -8,15 +8,18 @@ padding needs the logits of all tokens in one piece. So what the tiles of one ca
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lowtide.buffers import Snapshot
 from lowtide.compat import recorded_outputs
-from lowtide.errors import InvalidValueError
+from lowtide.errors import InvalidValueError, NotTokenWiseError
 from lowtide.regions import listed_experts
 from lowtide.tensor_tree import flatten
-from lowtide.tiling.probe import check_token_wise
+from lowtide.tiling.collectives import has_several_ranks, is_distributed
+from lowtide.tiling.hooks import HookWatch, inner_hooks, known_to_change
+from lowtide.tiling.probe import Trial
 from lowtide.tiling.tile import tile_call, tile_count
 from lowtide.tiling.tiled_function import TiledFunction
 from lowtide.weights import is_fsdp1, is_zero3_sharded
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     from lowtide.counters import TileLedger
     from lowtide.policy import Policy
+    from lowtide.tiling.hooks import Hook
 
 
 class TileRuntime:
@@ -37,8 +41,10 @@ class TileRuntime:
         self._policy = policy
         self._ledger = ledger
         self._probe = probe
-        self._tried: set[bool] = set()
-        """The modes, training or not, that the module was tried out in."""
+        self._tried: dict[_Case, list[Any]] = {}
+        """What the module was tried out as, and the groups of the collectives that were found in it."""
+        self._alone: set[_Case] = set()
+        """What it was tried out as in a call that is not cut, and met no other rank: a longer call will try again."""
 
     def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (in training or not)
         """Return True: a long forward without gradients has intermediates, too."""
@@ -49,20 +55,84 @@ class TileRuntime:
         x = _hidden_states(args, kwargs)
         if x is None:
             return forward(*args, **kwargs)
-        tiled = TiledFunction(forward, module)
-        if module.training not in self._tried and self._is_time_to_try(tiled, x):
-            self._check_gathers(module)
-            if self._probe:
-                check_token_wise(self._ledger.name, tiled, args, kwargs, x.shape[:-1])
-            self._tried.add(module.training)  # a norm over the batch acts in training only
-        tokens, shards = self._policy.tile_tokens, self._policy.tile_shards
-        with _joined_records(x.shape[:-1], self._ledger):
-            return tile_call(tiled, x, args, kwargs, self._ledger, tokens=tokens, shards=shards)
+        call = _TiledCall(TiledFunction(forward, module), x, args, kwargs)
+        hooks = inner_hooks(module)
+        case = _Case(module.training, frozenset(hook.kind for hook in hooks))
+        if case in self._tried or not self._is_time_to_try(call, case):
+            return self._run(call, self._tried.get(case, []))
+        self._check_gathers(module)
+        if is_distributed(x):
+            return self._run_distributed(call)
+        if not self._probe:
+            self._tried[case] = []
+            return self._run(call, [])
+        return self._try_out(call, case, hooks)
 
-    def _is_time_to_try(self, tiled: TiledFunction, x: torch.Tensor) -> bool:
-        """Return whether the module is about to be cut, or gathers weights: then all ranks try it in the first call."""
-        tiles = tile_count(x, tiled.module, self._policy.tile_tokens, self._policy.tile_shards)
-        return tiles > 1 or bool(tiled.fsdp_modules()) or tiled.has_partitioned_weights()
+    def _try_out(self, call: _TiledCall, case: _Case, hooks: list[Hook]) -> Any:
+        """Run the first call of its kind. Hooks that may change something are watched in the call, before the trial."""
+        trial = Trial(self._ledger.name, call.tiled, call.args, call.kwargs, call.x.shape[:-1])
+        changing = known_to_change(hooks)
+        if len(changing) == len(hooks):
+            self._judge(trial, changing, call, case)
+            return self._run(call, self._tried.get(case, []))
+        watch = HookWatch(hooks)
+        before = Snapshot(call.tiled.module)  # type: ignore[arg-type]  # hooks are in a module
+        output, error = None, None
+        try:
+            with watch.watching():
+                output = self._run(call, [])
+        except Exception as failure:  # noqa: BLE001  (raised below, unless the trial can tell the reason)
+            error = failure
+        try:
+            self._judge(trial, watch.changing, call, case)
+        except NotTokenWiseError as refusal:
+            before.changed().restore()
+            raise refusal from error
+        if error is not None:
+            raise error
+        return output
+
+    def _run_distributed(self, call: _TiledCall) -> Any:
+        """Run a call that is short enough to stay whole; refuse to cut a DTensor."""
+        if self._is_cut(call):
+            name = self._ledger.name
+            raise InvalidValueError(
+                f"{name} ({type(call.tiled.module).__name__}) cannot be tiled: its hidden states are a DTensor, of "
+                "which each rank may have other tokens. Hand it plain tensors of all tokens (use_local_output=True in "
+                f"the parallel plan), or leave it out with a rule: 'tile(mlp); {name}: none'"
+            )
+        return self._run(call, [])
+
+    def _judge(self, trial: Trial, hooks: list[Hook], call: _TiledCall, case: _Case) -> None:
+        """Run the trial, and refuse the module if it cannot be tiled and this call is, or other ranks depend on it."""
+        fault, groups = trial.run(hooks)
+        if not groups and not self._is_cut(call) and not _gathers(call):
+            self._alone.add(case)
+            return
+        if fault is not None:
+            raise trial.refuse(fault)
+        self._tried[case] = groups
+
+    def _run(self, call: _TiledCall, groups: list[Any]) -> Any:
+        tokens, shards = self._policy.tile_tokens, self._policy.tile_shards
+        with _joined_records(call.x.shape[:-1], self._ledger):
+            return tile_call(
+                call.tiled,
+                call.x,
+                call.args,
+                call.kwargs,
+                self._ledger,
+                tokens=tokens,
+                shards=shards,
+                groups=groups,
+            )
+
+    def _is_time_to_try(self, call: _TiledCall, case: _Case) -> bool:
+        """Return whether the module is about to be cut, or may meet other ranks: then all try it in the first call."""
+        return self._is_cut(call) or _gathers(call) or (has_several_ranks() and case not in self._alone)
+
+    def _is_cut(self, call: _TiledCall) -> bool:
+        return tile_count(call.x, call.tiled.module, self._policy.tile_tokens, self._policy.tile_shards) > 1
 
     def _check_gathers(self, module: nn.Module) -> None:
         """Refuse parts that are gathered one by one, where ranks would have to call the same ones in the same order.
@@ -83,6 +153,26 @@ class TileRuntime:
                 f"{name} ({kind}) cannot be tiled: FSDP1 gathers the weights of {name}.{unit} by themselves, which a "
                 f"tile cannot see. Wrap whole layers instead of parts of an MLP, use FSDP2 (fully_shard), {leave_out}"
             )
+
+
+class _Case(NamedTuple):
+    """What a trial holds for: a norm over the batch acts in training only, and hooks may come and go."""
+
+    is_training: bool
+    hooks: frozenset[tuple[str, object]]
+
+
+class _TiledCall(NamedTuple):
+    """One call of a module, and the hidden states among its arguments."""
+
+    tiled: TiledFunction
+    x: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _gathers(call: _TiledCall) -> bool:
+    return bool(call.tiled.fsdp_modules()) or call.tiled.has_partitioned_weights()
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -8,74 +8,104 @@ different ones, and must come out the same:
 - in the shape of the call, one place further to the front, and in reverse order,
 - among many copies of one token (experts overflow).
 
-A module that changes its input in place is refused as well, and one that leaves a tensor in an attribute (it would be
-the last tile's). The experiment runs on a twin of the module that shares its parameters and nothing else: no hook
-fires, no buffer changes, no random number is drawn, and no dispatch mode sees it.
+What a call leaves behind counts, too. A buffer that is updated in forward (a router's bias, a power iteration) would be
+updated once per tile: so one call and two halves of it must leave the same in all buffers, and the second half must
+come out as it would without the first. A tensor in an attribute must not depend on the tokens: it would be the last
+tile's. A module that changes its input in place is refused as well.
+
+Every run has a fresh twin of the module that shares its parameters: no buffer changes, no random number is drawn, no
+dispatch mode sees it, and of the hooks of its parts only those act that change something. Ranks that meet in
+collectives inside the module run it equally often, whatever they find.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
-from lowtide._torch import (
-    COMPILED_CALL,
-    CONTENT,
-    buffers_of,
-    children_of,
-    no_dispatch_modes,
-    parameters_of,
-    version_if_any,
-    version_of,
-)
+from lowtide._torch import no_dispatch_modes, version_of, without_parametrize_cache
 from lowtide.errors import NotTokenWiseError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
+from lowtide.tiling.collectives import CollectiveGroups, largest_in
+from lowtide.tiling.remains import Remains, are_far_apart, different_attribute, different_buffer
 from lowtide.tiling.tiled_function import TiledFunction, gathered
+from lowtide.tiling.twin import twin_of
 
 if TYPE_CHECKING:
     from lowtide.tensor_tree import TensorTree
+    from lowtide.tiling.hooks import Hook
 
 LENGTH, ROWS = 16, 2
 """The size of the sample: tokens of the last token dimension, and rows of the other ones."""
 CROWD = 1024
 """How many copies of one token run together."""
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3}
-_LOW_PRECISION = 1.5e-2
+_SHOWN = 3
+"""How many hooks a message names."""
 
 
-def check_token_wise(
-    name: str, tiled: TiledFunction, args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
-) -> None:
-    """Raise `NotTokenWiseError` if tokens of these arguments come out differently among different tokens."""
-    tensors, tree = flatten((args, kwargs))
-    # Not in inference mode, where in-place changes are not counted; leaving that mode switches gradients on.
-    with torch.inference_mode(mode=False), torch.no_grad(), no_dispatch_modes(), gathered(tiled):
-        if lead.numel() < 2:  # noqa: PLR2004  (a lone token; the weights are gathered all the same, as all ranks must)
-            return
-        sample = _Sample(tensors, tree, lead)
-        fault = _Experiment(_twin_of(tiled), sample).find_fault()
-    if fault is not None:
-        kind = type(tiled.module or tiled.function).__name__
-        raise NotTokenWiseError(
-            f"{name} ({kind}) cannot be tiled: {fault}. Leave it out with a rule: 'tile(mlp); {name}: none'"
-        )
+class Finding(NamedTuple):
+    """What a trial found: why the module cannot be tiled, if so, and the groups of the collectives inside it."""
+
+    fault: str | None
+    groups: list[Any]
+
+
+class Trial:
+    """A trial of one module on some tokens of a call, which are taken when it is made."""
+
+    def __init__(
+        self, name: str, tiled: TiledFunction, args: tuple[Any, ...], kwargs: dict[str, Any], lead: torch.Size
+    ) -> None:
+        self._name = name
+        self._tiled = tiled
+        self._sample = _Sample(*flatten((args, kwargs)), lead)
+
+    def run(self, hooks: list[Hook]) -> Finding:
+        """Run the module with these hooks of its parts."""
+        # Not in inference mode, where in-place changes are not counted; leaving that mode switches gradients on.
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            no_dispatch_modes(),
+            without_parametrize_cache(),
+            gathered(self._tiled),
+        ):
+            with CollectiveGroups() as collectives:
+                fault = _Experiment(self._tiled, hooks, self._sample).find_fault()
+            groups = collectives.groups
+            if groups and largest_in(groups, int(fault is not None), self._sample.device) and fault is None:
+                fault = "another rank found that it is not token-wise"
+        if fault is not None and hooks:
+            fault += f" (with its hooks: {_listed(hooks)})"
+        return Finding(fault, groups)
+
+    def refuse(self, fault: str) -> NotTokenWiseError:
+        """Return the error for a fault that was found."""
+        kind = type(self._tiled.module or self._tiled.function).__name__
+        rule = f"'tile(mlp); {self._name}: none'"
+        return NotTokenWiseError(f"{self._name} ({kind}) cannot be tiled: {fault}. Leave it out with a rule: {rule}")
+
+
+def _listed(hooks: list[Hook]) -> str:
+    names = list(dict.fromkeys(map(str, hooks)))
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 class _Sample:
-    """A few tokens of a call, in the call's shape or flat in any order."""
+    """A few tokens of a call, in the call's shape or flat in any order. A lone token is there twice."""
 
     def __init__(self, tensors: list[torch.Tensor], tree: TensorTree, lead: torch.Size) -> None:
         self._tree = tree
         self._is_split = [tensor.shape[: len(lead)] == lead for tensor in tensors]
-        corner = (*(slice(0, ROWS) for _ in lead[:-1]), slice(0, LENGTH))
         self._tensors = [
-            t.detach()[corner] if split else t.detach() for t, split in zip(tensors, self._is_split, strict=True)
+            _corner(t.detach(), lead) if split else t.detach() for t, split in zip(tensors, self._is_split, strict=True)
         ]
-        self.lead = next(t for t, split in zip(self._tensors, self._is_split, strict=True) if split).shape[: len(lead)]
+        first = next(t for t, split in zip(self._tensors, self._is_split, strict=True) if split)
+        self.lead = first.shape[: len(lead)]
         self.count = self.lead.numel()
+        self.device = first.device
         self.random = RandomState(*tensors)
 
     def in_shape(self) -> tuple[Any, list[torch.Tensor]]:
@@ -83,77 +113,125 @@ class _Sample:
         tensors = [tensor.clone() for tensor in self._tensors]
         return self._tree.unflatten(tuple(tensors)), tensors
 
-    def flat(self, order: list[int]) -> tuple[Any, list[torch.Tensor]]:
-        """Return the arguments as a tile gets them, with the tokens in this order, and the tensors in them."""
+    def flat(self, order: list[int], *, varied: bool = False) -> tuple[Any, list[torch.Tensor]]:
+        """Return the arguments as a tile gets them, with the tokens in this order, and the tensors in them.
+
+        The tokens of a sample may be all the same (padding): `varied` ones are not.
+        """
         tensors = []
         for tensor, split in zip(self._tensors, self._is_split, strict=True):
             if split:
                 rows = tensor.reshape(self.count, *tensor.shape[len(self.lead) :])
+                rows = _vary(rows) if varied else rows
                 tensor = rows[torch.tensor(order, device=tensor.device)]  # noqa: PLW2901
                 tensor = tensor.unsqueeze(0) if len(self.lead) > 1 else tensor  # noqa: PLW2901
             tensors.append(tensor.clone())
         return self._tree.unflatten(tuple(tensors)), tensors
 
 
+def _corner(tensor: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    if lead.numel() > 1:
+        return tensor[(*(slice(0, ROWS) for _ in lead[:-1]), slice(0, LENGTH))].clone()
+    rest = tensor.shape[len(lead) :]
+    token = tensor.reshape(-1, *rest) if lead.numel() else tensor.new_zeros(1, *rest)
+    return token.repeat(2, *(1 for _ in rest)).view(*(1 for _ in lead[:-1]), 2, *rest)
+
+
+def _vary(rows: torch.Tensor) -> torch.Tensor:
+    """Return features of tokens that are all different; anything else as it is."""
+    if not rows.is_floating_point() or rows.dim() != 2:  # noqa: PLR2004
+        return rows
+    steps = torch.linspace(0.5, 1.5, len(rows), device=rows.device, dtype=torch.float32)
+    waves = torch.outer(steps, torch.arange(rows.shape[-1], device=rows.device, dtype=torch.float32)).cos()
+    return rows * steps[:, None].to(rows.dtype) + 0.1 * waves.to(rows.dtype)
+
+
 class _Experiment:
-    def __init__(self, tiled: TiledFunction, sample: _Sample) -> None:
+    def __init__(self, tiled: TiledFunction, hooks: list[Hook], sample: _Sample) -> None:
         self._tiled = tiled
+        self._hooks = hooks
         self._sample = sample
+        self._every = list(range(sample.count))
         self._changes_its_input = False
 
     def find_fault(self) -> str | None:
         """Return why the module cannot be tiled, in words; None if it can."""
-        attributes = _tensor_attributes(self._tiled.module)
         try:
-            fault = self._find_dependence()
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            faults = [self._find_company(), self._find_place(), self._find_remains()]
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return f"it fails on a few of its tokens alone ({type(error).__name__}: {error})"
         if self._changes_its_input:
             return "it changes its input in place"
-        left = [name for name, value in _tensor_attributes(self._tiled.module).items() if value != attributes.get(name)]
-        if fault is None and left:
-            return f"it leaves a tensor in its attribute {left[0]!r}, which would be the last tile's"
-        return fault
+        return next(filter(None, faults), None)
 
-    def _find_dependence(self) -> str | None:
-        count = self._sample.count
-        every = list(range(count))
-        plain = self._rows(every)
-        for place in (0, count - 1):
-            if self._differ(plain[place], self._rows([place] * count)[place]):
-                return "its output for a token depends on the other tokens"
-        if self._tiled.module is not None:
-            self._tiled.module.train(mode=False)  # dropout would draw different numbers for a different shape
-        plain, shaped = self._rows(every), self._rows(None)
-        shifted, reverse = self._rows(every[1:]), self._rows(every[::-1])
-        crowd = self._rows([0] * CROWD)
-        if self._differ(plain[1], shifted[0]) or self._differ(plain[-1], reverse[0]):
+    def _find_company(self) -> str | None:
+        """Run as it is called, in training or not: the same tokens in the same places, among others."""
+        plain = self._rows(self._every)
+        differ = [_differ(plain[place], self._rows([place] * len(plain))[place]) for place in (0, -1)]
+        return "its output for a token depends on the other tokens" if any(differ) else None
+
+    def _find_place(self) -> str | None:
+        """Run without dropout, which draws different numbers for another shape or order."""
+        plain, shaped = self._rows(self._every, train=False), self._rows(None, train=False)
+        shifted, reverse = self._rows(self._every[1:], train=False), self._rows(self._every[::-1], train=False)
+        crowd = self._rows([0] * CROWD, train=False)
+        if _differ(plain[1], shifted[0]) or _differ(plain[-1], reverse[0]):
             return "its output for a token depends on the token's position"
-        if any(self._differ(plain[place], shaped[place]) for place in every):
+        if any(_differ(plain[place], shaped[place]) for place in self._every):
             return "its output for a token depends on the other tokens"
-        return "its output for a token depends on how many there are" if self._differ(plain[0], crowd[-1]) else None
+        return "its output for a token depends on how many there are" if _differ(plain[0], crowd[-1]) else None
 
-    def _rows(self, order: list[int] | None) -> list[list[torch.Tensor]]:
-        """Return each token's part of every output, run as a tile in this order; None: in the shape of the call."""
-        (args, kwargs), given = self._sample.in_shape() if order is None else self._sample.flat(order)
+    def _find_remains(self) -> str | None:
+        """Compare what one call leaves with what two halves of it leave, and the second half with one run alone."""
+        middle = len(self._every) // 2
+        first, second = self._every[:middle], self._every[middle:]
+        whole, halves, alone = (self._twin() for _ in range(3))
+        left_by_whole, left_by_halves = Remains(whole.module), Remains(halves.module)
+        self._run(whole, self._every, varied=True)
+        at_once = left_by_whole.now()
+        self._run(halves, first, varied=True)
+        half = left_by_halves.now()
+        rows = self._run(halves, second, varied=True)
+        in_two = left_by_halves.now()
+        rows_alone = self._run(alone, second, varied=True)
+        if (name := different_buffer(left_by_whole.before, at_once, in_two)) is not None:
+            return f"it updates its buffer {name!r} in each call, which would be once per tile"
+        if any(_differ(one, two) for one, two in zip(rows, rows_alone, strict=True)):
+            return "its output depends on the calls before it, and each tile would be one"
+        if (name := different_attribute([at_once, half, in_two])) is not None:
+            return f"it leaves a tensor in its attribute {name!r}, which would be the last tile's"
+        return None
+
+    def _twin(self) -> TiledFunction:
+        return twin_of(self._tiled, self._hooks)
+
+    def _rows(self, order: list[int] | None, *, train: bool | None = None) -> list[list[torch.Tensor]]:
+        """Run a fresh twin as a tile in this order (None: in the shape of the call), in its own mode or evaluation."""
+        twin = self._twin()
+        if train is not None and twin.module is not None:
+            twin.module.train(train)
+        return self._run(twin, order)
+
+    def _run(self, twin: TiledFunction, order: list[int] | None, *, varied: bool = False) -> list[list[torch.Tensor]]:
+        """Return each token's part of every output."""
+        sample = self._sample
+        (args, kwargs), given = sample.in_shape() if order is None else sample.flat(order, varied=varied)
         versions = [version_of(tensor) for tensor in given]
-        with self._sample.random.restored():
-            outputs, _ = flatten(self._tiled.function(*args, **kwargs))
+        with sample.random.restored():
+            outputs, _ = flatten(twin.function(*args, **kwargs))
         self._changes_its_input |= versions != [version_of(tensor) for tensor in given]
-        count = self._sample.count if order is None else len(order)
-        lead = (
-            self._sample.lead if order is None else torch.Size((1, count) if len(self._sample.lead) > 1 else (count,))
-        )
+        count = sample.count if order is None else len(order)
+        lead = sample.lead if order is None else torch.Size((1, count) if len(sample.lead) > 1 else (count,))
         columns = [_by_token(output, lead, count) for output in outputs]
         return [list(row) for row in zip(*columns, strict=True)]
 
-    @staticmethod
-    def _differ(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-        if len(ours) != len(others):
-            return True
-        return any(_are_far_apart(one, two) for one, two in zip(ours, others, strict=True))
+
+def _differ(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    if len(ours) != len(others):
+        return True
+    return any(are_far_apart(one, two) for one, two in zip(ours, others, strict=True))
 
 
 def _by_token(output: torch.Tensor, lead: torch.Size, count: int) -> list[torch.Tensor]:
@@ -163,56 +241,3 @@ def _by_token(output: torch.Tensor, lead: torch.Size, count: int) -> list[torch.
     if output.shape[:1] != (count,):
         raise ValueError(f"an output of shape {tuple(output.shape)} has no row for each of {count} tokens")
     return list(output)
-
-
-def _are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if not one.is_floating_point():
-        return not torch.equal(one, two)
-    if not (torch.isfinite(one).all() and torch.isfinite(two).all()):
-        return False  # infinities and NaN prove nothing
-    tolerance = _TOLERANCE.get(one.dtype, _LOW_PRECISION)
-    if one.dtype is torch.float32 and one.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        tolerance = _TOLERANCE[torch.float16]
-    scale = torch.maximum(one.double().norm(), two.double().norm())
-    return bool((one.double() - two.double()).norm() > tolerance * scale)
-
-
-def _twin_of(tiled: TiledFunction) -> TiledFunction:
-    """Return the function on a twin of its module, without hooks."""
-    if tiled.module is None:
-        return tiled
-    twin: Any = _twin(tiled.module, {})
-    if tiled.function is tiled.module:
-        return TiledFunction(twin)
-    own = getattr(tiled.function, "__func__", type(tiled.module).forward)  # the original below any wrapper
-    return TiledFunction(own.__get__(twin), twin)
-
-
-def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a module with the same parameters, copied buffers, no hooks, and twins for children."""
-    if module not in made:
-        twin = made[module] = object.__new__(module.__class__)  # FSDP2's `__new__` builds a different class
-        attributes = {
-            name: type(value)() if name.endswith("_hooks") and isinstance(value, dict) else value
-            for name, value in module.__dict__.items()
-            if name not in ("forward", COMPILED_CALL)
-        }
-        object.__setattr__(twin, "__dict__", attributes)
-        content = (
-            dict(parameters_of(module)),
-            {name: None if buffer is None else buffer.clone() for name, buffer in buffers_of(module).items()},
-            {name: None if child is None else _twin(child, made) for name, child in children_of(module).items()},
-        )
-        attributes.update(zip(CONTENT, content, strict=True))
-    return made[module]
-
-
-def _tensor_attributes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that a module and its parts hold in plain attributes, as identities and versions."""
-    inner = [] if module is None else list(module.named_modules())
-    return {
-        f"{path}.{name}".strip("."): tuple(number for t in tensors for number in (id(t), version_if_any(t)))
-        for path, part in inner
-        for name, value in part.__dict__.items()
-        if name not in CONTENT and (tensors := flatten(value)[0])
-    }

@@ -19,12 +19,13 @@ import torch
 from lowtide._torch import disable_dynamo, parameters_of
 from lowtide.counters import TileLedger
 from lowtide.errors import InvalidValueError
+from lowtide.tiling.collectives import largest_in
 from lowtide.tiling.tiled_function import TiledFunction, max_over_ranks
 from lowtide.tiling.tiler import run_tiles
 from lowtide.units import parse_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -81,15 +82,18 @@ def tile_call(
     tokens: int | str | None = None,
     shards: int | None = None,
     accumulate: Accumulate = "auto",
+    groups: Sequence[Any] = (),
 ) -> Any:
     """Run one call, in tiles if it is long enough.
 
     With FSDP2 modules inside, it goes through the tiler even as one tile: all ranks must run the same collectives.
-    ZeRO-3 gathers weights again for each tile, so there the ranks agree on a number of tiles; some may be empty.
+    ZeRO-3 gathers weights again for each tile, so there the ranks agree on a number of tiles; some may be empty. So do
+    ranks in `groups`, which meet in collectives inside the function.
     """
     tiles = tile_count(x, tiled.module, tokens, shards)
     if tiled.has_partitioned_weights():
         tiles = max_over_ranks(tiles, tiled, x.device)
+    tiles = largest_in(groups, tiles, x.device) if groups else tiles
     if x.dim() == 1 or (tiles == 1 and not tiled.fsdp_modules()):
         ledger.calls += 1
         ledger.tiles += 1

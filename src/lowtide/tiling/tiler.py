@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch import after_backward, graph_task_id, version_of
+from lowtide._torch import after_backward, graph_task_id, version_of, without_parametrize_cache
 from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
@@ -83,6 +83,7 @@ def _run(
         with (
             weight_grads.accumulating(),
             call.autocast.restored(),
+            without_parametrize_cache(),
             torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack),
         ):
             outputs.add(index, call.tiled.function(*args, **kwargs))
@@ -200,7 +201,7 @@ class _SavedInputs:
         if backward < 0 or self._unpacked.backward != backward:
             saved = [tensor.detach() for tensor in self._node.saved_tensors[: len(self._needs_grad)]]
             self._unpacked.begin(backward, _split(saved, self._grid))
-            if not any(self._needs_grad) and backward >= 0:  # no gradient will reach the node
+            if backward >= 0:  # the node may be one that no gradient reaches
                 after_backward(self._unpacked.end)
         tensors = zip(self._unpacked.tiles[index], self._needs_grad, strict=True)
         return tuple(tensor.detach().requires_grad_(needs) for tensor, needs in tensors)
@@ -317,6 +318,7 @@ class _Tile:
             call.as_in_forward(),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
+            without_parametrize_cache(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(self._record, _identity),
         ):

@@ -1,0 +1,58 @@
+"""Finds the collectives inside a module: tensor parallelism, or experts on several ranks.
+
+Ranks meet in them, so all must run a module equally often, however many tokens each has. The number of tiles is agreed
+on in the groups that are found here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lowtide._torch import TorchDispatchMode, group_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class CollectiveGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the process groups of all collectives inside, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.groups: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(_is_dtensor, types)):
+            return NotImplemented  # its collectives are among what it makes of the operator
+        group = group_of(func, args)
+        if group is not None and group not in self.groups:
+            self.groups.append(group)
+        return func(*args, **(kwargs or {}))
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Return whether a tensor is a `DTensor`, of which each rank may have a part."""
+    return _is_dtensor(type(tensor))
+
+
+def _is_dtensor(kind: type) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+def has_several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def largest_in(groups: Iterable[Any], number: int, device: torch.device) -> int:
+    """Return the largest `number` of all ranks in some groups."""
+    agreed = torch.tensor(number, device=device)
+    for group in groups:
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
+    return int(agreed)

@@ -1,0 +1,206 @@
+"""Tiled modules with collectives inside: tensor parallelism, and experts on several ranks. All ranks try them alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import lowtide
+from lowtide.errors import InvalidValueError, NotTokenWiseError
+from models import architectures
+from models.in_double import make
+from models.mlps import HIDDEN, Gated
+from support.launcher import run_ranks
+
+TILED = "tile(mlp, tokens=7)"
+
+
+class Layer(nn.Module):
+    def __init__(self, mlp) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN, dtype=torch.double), mlp
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def stack(kind=Gated):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(kind()) for _ in range(2)))
+
+
+def tokens(*lead, seed=1):
+    torch.manual_seed(seed)
+    return torch.randn(*lead, HIDDEN, dtype=torch.double)
+
+
+def gradients_of(net):
+    whole = (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in net.parameters())
+    return [grad.numpy().copy() for grad in whole]
+
+
+def assert_close(ours, expected):
+    for mine, other in zip(ours, expected, strict=True):
+        assert abs(mine - other).max() <= 1e-12 * abs(other).max()
+
+
+# --- Tensor parallelism ---------------------------------------------------------------------------------------------
+
+PLAN = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+
+
+def tensor_parallel(_rank: int, length: int) -> tuple[list, int]:
+    net = stack()
+    for layer in net:
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), PLAN)
+    applied = lowtide.apply(net, TILED)
+    net(tokens(2, length)).square().sum().backward()
+    return gradients_of(net), applied.report().tiles[0].tiles
+
+
+def test_tensor_parallel():
+    """Its hooks make the parts' inputs what the weights are: without them, the trial would fail."""
+    net = stack()
+    net(tokens(2, 24)).square().sum().backward()
+    for ours, tiles in run_ranks(tensor_parallel, 24):
+        assert tiles == 7
+        assert_close(ours, gradients_of(net))
+
+
+def sequence_parallel(_rank: int) -> None:
+    net = stack()
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    for layer in net:
+        plan = {**PLAN, "mlp": gather, "mlp.down": RowwiseParallel(output_layouts=Shard(1))}
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), plan)
+    lowtide.apply(net, TILED)
+    with pytest.raises(InvalidValueError, match=r"0\.mlp .* are a DTensor.*plain tensors.*rule"):
+        net(tokens(2, 12))
+
+
+def test_a_dtensor_is_not_cut():
+    run_ranks(sequence_parallel)
+
+
+def split_head(_rank: int) -> None:
+    model, batch = make(architectures.llama)
+    plan = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    expected = model(**batch).loss
+    applied = lowtide.apply(model, "tile(loss, loss_tokens=10)")
+    with pytest.raises(InvalidValueError, match=r"'lm_head' is split over ranks.*Leave tile\(loss\) out"):
+        model(**batch)
+    applied.remove()
+    assert torch.equal(model(**batch).loss, expected)
+
+
+def test_a_head_that_is_split_over_ranks():
+    run_ranks(split_head)
+
+
+# --- Experts on several ranks ---------------------------------------------------------------------------------------
+
+
+class Exchange(torch.autograd.Function):
+    """Sends rows to other ranks, and gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows, sent, received):
+        ctx.sent, ctx.received = sent, received
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = grad.new_empty(sum(ctx.sent), *grad.shape[1:])
+        dist.all_to_all_single(out, grad.contiguous(), ctx.sent, ctx.received)
+        return out, None, None
+
+
+class Spread(Gated):
+    """An expert per rank; the sign of a token's first feature says whose it is."""
+
+    def forward(self, x):
+        flat = x.reshape(-1, HIDDEN)
+        order = (flat[:, 0] > 0).long().argsort(stable=True)
+        sent = (flat[:, 0] > 0).long().bincount(minlength=2)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        sent, received = sent.tolist(), received.tolist()
+        done = super().forward(Exchange.apply(flat[order], sent, received))
+        return Exchange.apply(done, received, sent)[order.argsort()].view(x.shape)
+
+
+class Mixing(Spread):
+    """Looks at other tokens, on rank 0 only."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out - out.mean(-2, keepdim=True) if dist.get_rank() == 0 else out
+
+
+def batch(rank: int, lengths) -> torch.Tensor:
+    return tokens(*lengths[rank], seed=10 + rank)
+
+
+def spread(rank: int, lengths: tuple, policy: str) -> tuple[list, int]:
+    net = stack(Spread)
+    applied = lowtide.apply(net, policy, regions=["*"])
+    for _ in range(2):  # the second call is not tried out
+        net.zero_grad()
+        net(batch(rank, lengths)).square().sum().backward()
+    return gradients_of(net), applied.report().tiles[0].tiles if policy == TILED else 0
+
+
+@pytest.mark.parametrize("lengths", [((2, 24), (2, 24)), ((2, 24), (1, 3)), ((1, 1), (1, 22))], ids=str)
+def test_experts_on_two_ranks(lengths):
+    """One rank's call may be too short to be cut, or be a lone token: it runs as many tiles as the other one."""
+    ours, plain = (run_ranks(spread, lengths, policy, timeout=60) for policy in (TILED, "none"))
+    assert ours[0][1] == ours[1][1] > 2
+    for (mine, _), (other, _) in zip(ours, plain, strict=True):
+        assert_close(mine, other)
+
+
+def refused(rank: int, lengths: tuple) -> None:
+    net = stack(Mixing)
+    lowtide.apply(net, TILED)
+    says = "depends on the other tokens" if rank == 0 else "another rank found"
+    with pytest.raises(NotTokenWiseError, match=rf"0\.mlp .*{says}"):
+        net(batch(rank, lengths))
+
+
+@pytest.mark.parametrize("lengths", [((2, 24), (2, 24)), ((1, 22), (1, 1))], ids=str)
+def test_what_one_rank_refuses_all_refuse(lengths):
+    run_ranks(refused, lengths, timeout=60)
+
+
+class Normed(Gated):
+    def forward(self, x):
+        out = super().forward(x)
+        return out - out.mean(-2, keepdim=True)
+
+
+def short_and_long(rank: int) -> None:
+    """Without collectives inside, a rank whose calls are never cut refuses nothing."""
+    net = stack(Normed)
+    lowtide.apply(net, TILED)
+    for _ in range(2):
+        net(tokens(1, 5))
+    if rank == 0:
+        with pytest.raises(NotTokenWiseError):
+            net(tokens(2, 24))
+
+
+def test_a_module_that_is_never_cut():
+    run_ranks(short_and_long, timeout=60)
