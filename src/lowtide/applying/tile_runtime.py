@@ -76,7 +76,7 @@ class TileRuntime:
             self._judge(trial, changing, call, case)
             return self._run(call, self._tried.get(case, []))
         watch = HookWatch(hooks)
-        before = Snapshot(call.tiled.module)  # type: ignore[arg-type]  # hooks are in a module
+        before = Snapshot(call.tiled.module.modules())  # type: ignore[union-attr]  # hooks are in a module
         output, error = None, None
         try:
             with watch.watching():
