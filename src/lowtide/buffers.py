@@ -20,7 +20,7 @@ from torch import nn
 from lowtide._torch import NormBase, buffers_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -40,17 +40,22 @@ def run_once_for_buffers(function: Callable[..., Any], module: nn.Module | None 
     return _OnceForBuffers(function, owner)
 
 
+def buffers_behind(function: Callable[..., Any]) -> Iterator[Tensor]:
+    """Yield the buffers that a function of `run_once_for_buffers` puts back; none for any other function."""
+    return function.module.buffers() if isinstance(function, _OnceForBuffers) else iter(())
+
+
 class _OnceForBuffers:
     """A module's forward that may be run several times."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self._function = function
-        self._module = module
+        self.module = module
         self._before: Snapshot | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
-            before = Snapshot(self._module)
+            before = Snapshot(self.module)
             result = self._function(*args, **kwargs)
             self._before = before.changed()
             return result

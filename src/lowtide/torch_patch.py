@@ -20,8 +20,8 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.checkpointing import Schedule
+from lowtide.checkpointing._torch import CHECKPOINT_KEYWORDS
 from lowtide.checkpointing.checkpoint import checkpoint
 from lowtide.checkpointing.schedule import as_schedule
 from lowtide.stores import HostStore

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide import _torch, simdevice
-from lowtide._torch import CHECKPOINT_KEYWORDS
-from lowtide.checkpointing import Schedule
+from lowtide import simdevice
+from lowtide.checkpointing import Schedule, _torch
+from lowtide.checkpointing._torch import CHECKPOINT_KEYWORDS
 from lowtide.errors import InvalidValueError, OffloadError
 from lowtide.stores import HostStore
 from models.chains import BOUNDARY, TOKENS, WIDTH, Counted

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import lowtide
 from lowtide import simdevice
-from lowtide._torch import CHECKPOINT_KEYWORDS
 from lowtide.checkpointing import Schedule
+from lowtide.checkpointing._torch import CHECKPOINT_KEYWORDS
 from lowtide.errors import OffloadError
 from lowtide.stores import HostStore
 

@@ -17,6 +17,7 @@ from lowtide.errors import InvalidValueError
 from lowtide.regions import listed_experts
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.probe import check_token_wise
+from lowtide.tiling.surroundings import refuse_transforms
 from lowtide.tiling.tile import tile_call, tile_count
 from lowtide.tiling.tiled_function import TiledFunction, is_zero3_sharded
 
@@ -51,6 +52,7 @@ class TileRuntime:
         tiled = TiledFunction(forward, module)
         if module.training not in self._tried and self._is_time_to_try(tiled, x):
             self._check_gathers(module)
+            refuse_transforms(self._ledger.name)  # in the trial it would look like a fault of the module
             if self._probe:
                 check_token_wise(self._ledger.name, tiled, args, kwargs, x.shape[:-1])
             self._tried.add(module.training)  # a norm over the batch acts in training only

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._torch import OFFLOAD_POLICIES, CachingMode, is_selective_cache, rename_offload_policies
+from lowtide.checkpointing._torch import OFFLOAD_POLICIES, CachingMode, is_selective_cache, rename_offload_policies
 from lowtide.checkpointing.offload import PerTensorOffloader
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ class DiskStore(Store):
             self._resources = self._new_resources()
         return self._resources
 
-    def require_useful(self, tensor: torch.Tensor) -> None:
+    def require_useful(self, tensor: torch.Tensor, region: str) -> None:
         """Accept any tensor: writing it to a disk frees its memory wherever it is."""
 
     def put(self, raw: torch.Tensor) -> Stored:

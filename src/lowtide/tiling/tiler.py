@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch import after_backward, graph_task_id, version_of
+from lowtide._torch import after_backward, disable_dynamo, graph_task_id, version_of
 from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.assembly import GradBuffer, GradSlice, Outputs
+from lowtide.tiling.surroundings import refuse_compiled_backward
 from lowtide.tiling.tiled_function import UnshardedInBackward, check_unchanged, unsharded_in_forward
 from lowtide.tiling.weight_grads import WeightGradAccumulator, replaced_weights
 
@@ -307,6 +308,7 @@ class _Tile:
 
     def _recompute(self) -> None:
         call = self._call
+        refuse_compiled_backward(call.ledger.name)
         call.enter(self)
         args, kwargs = call.tree.unflatten(call.inputs.tile(self._index))
         call.ledger.recomputed_tiles += 1
@@ -346,6 +348,7 @@ class _Tile:
         return tensor
 
 
+@disable_dynamo
 def _unpack(dropped: _Dropped) -> torch.Tensor:
     return dropped.tile.get(dropped.number)
 
