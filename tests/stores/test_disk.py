@@ -106,15 +106,6 @@ def test_memory_that_another_stream_uses_is_not_handed_out_meanwhile(sim, tmp_pa
     assert torch.equal(total.cpu(), random("cpu").sum())
 
 
-def test_memory_that_one_stream_uses_is_free_at_once(sim, tmp_path):
-    stored = away(store(tmp_path).put(random(sim)))
-    before = simdevice.stats().live_bytes
-    stored.prefetch()
-    total = stored.get().sum()
-    assert simdevice.stats().live_bytes - before <= 1024, "only the sum"
-    assert total.isfinite().item()
-
-
 def test_the_file_is_used_again_and_empty_when_all_is_dropped(tmp_path):
     disk = store(tmp_path)
     for _ in range(5):
