@@ -12,10 +12,7 @@ from lowtide.applying import region_runtime
 from lowtide.errors import SilentNoOpError, TransformError
 from models.stacked import assert_same, build, train_step
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at tensors
 
 
 @pytest.fixture(autouse=True)

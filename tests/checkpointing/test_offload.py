@@ -101,8 +101,10 @@ def test_a_part_in_host_memory_is_refused_by_name(sim, policy):
         return net(torch.randn(128, 64, device="sim"))
 
     name = "2" if policy == "offload" else "3"  # the input of the other one is still on the device
-    refused = pytest.raises(OffloadError, match=rf"region '{name}' cannot be offloaded.*'{name}: recompute'")
-    with lowtide.apply(net, policy, regions=["OnTheCPU"]), refused:
+    with (
+        lowtide.apply(net, policy, regions=["OnTheCPU"]),
+        pytest.raises(OffloadError, match=rf"region '{name}' cannot be offloaded.*'{name}: recompute'"),
+    ):
         run()
     rules = "; ".join(f"{index}: recompute" for index in (2, 3))
     with lowtide.apply(net, f"{policy}; {rules}", regions=["OnTheCPU"]):

@@ -66,8 +66,10 @@ OTHERS = [over_the_batch, push_forward, in_forward_mode]
 @pytest.mark.parametrize("policy", ["recompute", "offload", "recompute+offload", f"recompute+{TILES}"])
 def test_a_gradient_is_refused_by_name(sim, policy, transform):
     model = build(sim)
-    refused = pytest.raises(TransformError, match=r"region '0' cannot be .* hooks are forbidden.*torch\.autograd\.grad")
-    with lowtide.apply(model, policy), refused:
+    with (
+        lowtide.apply(model, policy),
+        pytest.raises(TransformError, match=r"region '0' cannot be .* hooks are forbidden.*torch\.autograd\.grad"),
+    ):
         transform(model, batch(sim))
     transform(model, batch(sim))
 
@@ -122,8 +124,10 @@ def test_offload_inside_vmap_is_right_in_backward(sim, transform):
 @pytest.mark.parametrize("transform", [over_the_batch, ensemble, push_forward])
 def test_inputs_without_memory_are_not_offloaded(sim, transform):
     model = build(sim)
-    refused = pytest.raises(TransformError, match=r"region '0' cannot be offloaded inside torch\.func\.vmap")
-    with lowtide.apply(model, "recompute+offload"), refused:
+    with (
+        lowtide.apply(model, "recompute+offload"),
+        pytest.raises(TransformError, match=r"region '0' cannot be offloaded inside torch\.func\.vmap"),
+    ):
         transform(model, batch(sim))
     transform(model, batch(sim))
 

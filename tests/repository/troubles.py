@@ -205,7 +205,8 @@ def offload_inside_vmap() -> None:
 
 @trouble
 def tiles_inside_vmap() -> None:
-    torch.vmap(lambda x: lowtide.tile(nn.Linear(8, 8), x, tokens=2))(torch.randn(3, 4, 8))
+    linear = nn.Linear(8, 8)
+    torch.vmap(lambda x: lowtide.tile(linear, x, tokens=2))(torch.randn(3, 4, 8))
 
 
 @trouble
