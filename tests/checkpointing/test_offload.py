@@ -111,6 +111,17 @@ def test_a_part_in_host_memory_is_refused_by_name(sim, policy):
         run().sum().backward()
 
 
+def test_a_result_in_host_memory_does_not_keep_its_graph_alive(sim):
+    """Saved as the output of its operator, it leads to the node that holds what was packed."""
+    store = lowtide.HostStore()
+    with lowtide.offload(store):
+        x = batch().requires_grad_()
+        y = x.exp().sin().cpu().tanh().sum()
+    assert store.bytes_used > 0
+    del y
+    assert store.bytes_used == 0
+
+
 def test_it_frees_device_memory(sim):
     net, left = model(), {}
     for name, context in (("plain", torch.enable_grad()), ("offload", lowtide.offload())):

@@ -136,7 +136,7 @@ class RegionCall:
         self._ahead = ahead or 1
         self.moves_something = False
         self.on_host: torch.Tensor | None = None
-        """A tensor that the call saved and that is in host memory already."""
+        """A tensor that the call saved and that is in host memory already; without its graph, which holds this call."""
         self._entries: list[weakref.ref[_Entry]] = []
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -235,7 +235,7 @@ class RegionCall:
             self.ledger.unmovable_bytes += size
             return False
         if tensor.device.type == "cpu" and not self._schedule.store.takes_host_tensors:
-            self.on_host = tensor  # a small table beside others is fine; a region with nothing else is refused
+            self.on_host = tensor.detach()  # a small table beside others is fine; a region with nothing else is refused
             return False
         return self._skip is None or not self._skip(tensor)
 
