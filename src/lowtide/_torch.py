@@ -16,12 +16,13 @@ import functools
 import importlib
 import inspect
 import operator
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd import _get_sequence_nr, forward_ad  # type: ignore[attr-defined]
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -171,6 +172,22 @@ def aliases_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor._base, nn.Parameter)
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made as a view of another one.
+
+    `Tensor._is_view`, 2.10. Public replacement: none.
+    """
+    return tensor._is_view()
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for zeros without memory, as tangents of forward-mode AD do.
+
+    `torch._is_zerotensor`, 2.10. Public replacement: none.
+    """
+    return torch._is_zerotensor(tensor)
+
+
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one of `torch.func`'s wrappers, which have no storage to look at.
 
@@ -181,6 +198,33 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
 
 # `StorageWeakRef` tells whether a storage is still in use without keeping it alive. `torch.multiprocessing.reductions`
 # has no leading underscore and no documentation either; 2.10. Public replacement: none.
+
+
+# --- Transforms of functions ----------------------------------------------------------------------------------------
+
+
+def transforms_around() -> int:
+    """Return how many transforms of `torch.func` (grad, vmap, jvp, ...) are around this place.
+
+    `torch._C._functorch.maybe_current_level`, 2.10. Public replacement: none.
+    """
+    return torch._C._functorch.maybe_current_level() or 0
+
+
+def is_in_forward_mode() -> bool:
+    """Return whether forward-mode AD is on, by `torch.func.jvp` or by `torch.autograd.forward_ad`.
+
+    `torch.autograd.forward_ad._current_level`, 2.10. Public replacement: none.
+    """
+    return forward_ad._current_level >= 0
+
+
+def are_hooks_allowed() -> bool:
+    """Return whether saved-tensor hooks may be used here: `torch.func.grad` forbids them, and anybody can.
+
+    `torch._C._autograd._saved_tensors_hooks_is_enabled`, 2.10. Public replacement: none.
+    """
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 # --- Operators and dispatch -----------------------------------------------------------------------------------------
@@ -341,6 +385,15 @@ def uncompiled(function: C) -> C:
     The attribute `_torchdynamo_orig_callable` of compiled functions, 2.10. Public replacement: none.
     """
     return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def runs_compiled_backward() -> bool:
+    """Return whether compiled autograd runs a backward. The engine runs none then, and takes no callbacks.
+
+    `torch._dynamo.compiled_autograd.in_compiled_autograd_region`, 2.10. Public replacement: none.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def import_dynamo() -> None:

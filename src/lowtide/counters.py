@@ -20,12 +20,22 @@ class RegionLedger:
     """Bytes that were saved; what regions share is counted once."""
     movable_bytes: int = 0
     """Bytes that a store could take, without small tensors and parameters; what regions share is counted for each."""
+    unmovable_bytes: int = 0
+    """Bytes of large tensors that no store can take: subclasses, unusual layouts, views of a small part."""
+    hidden: int = 0
+    """Calls whose inputs may be hidden: in an argument of an unknown kind, or in none of the arguments."""
     packed_bytes: int = 0
     """Bytes that were moved to a store."""
     restored_bytes: int = 0
     """Bytes that were brought back in backward."""
     declined_bytes: int = 0
     """Bytes that a store had no room for."""
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether it ran, and all that it saved are small tensors and weights, which no store would take."""
+        unseen = self.nested or self.hidden or self.unmovable_bytes
+        return self.forwards > 0 and not self.movable_bytes and not unseen
 
     @property
     def kept_bytes(self) -> int:

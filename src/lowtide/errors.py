@@ -8,6 +8,7 @@
     |-- DeviceViolationError     a program broke the rules of an asynchronous device [RuntimeError]
     |-- OffloadError             saved tensors cannot be moved as asked [RuntimeError]
     |   `-- StoreError           a store failed, or cannot be used as asked
+    |-- TransformError           torch cannot run a region or tiles in this place [RuntimeError]
     |-- InPlaceError             a saved tensor was changed in place [RuntimeError]
     |-- SilentNoOpError          a region kept its activations although the policy says otherwise [RuntimeError]
     |-- CacheError               a recompute would need a key-value cache [RuntimeError]
@@ -63,6 +64,10 @@ class OffloadError(LowtideError, RuntimeError):
 
 class StoreError(OffloadError):
     """A store cannot be used as asked, or failed while it held or moved bytes; the message names place and remedy."""
+
+
+class TransformError(LowtideError, RuntimeError):
+    """A region or tiles are inside a transform that torch has no way to run them in: torch.func, compiled autograd."""
 
 
 class InPlaceError(LowtideError, RuntimeError):

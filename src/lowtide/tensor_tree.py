@@ -11,11 +11,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import pytree
+from lowtide._torch import is_view, pytree, storage_key, transforms_around
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+COPIED_BYTES = 4096
+"""Tensors in host memory up to this size are copied rather than watched: see `TensorTree.take_copies`."""
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+"""Kinds of arguments that hold no tensor."""
+
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
+"""Kinds of tensors that have memory of their own; a subclass may be a wrapper around others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,22 +37,56 @@ class _Slot:
 
 
 class TensorTree:
-    """A nested value with numbered slots where its tensors were. It holds no tensor."""
+    """A nested value with numbered slots where its tensors were. It holds no tensor but the copies it has taken."""
 
-    __slots__ = ("_tree",)
+    __slots__ = ("_copies", "_tree", "may_hide_tensors")
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, *, may_hide_tensors: bool = False) -> None:
         self._tree = tree
+        self._copies: dict[int, torch.Tensor] = {}
+        self.may_hide_tensors = may_hide_tensors
+        """Whether the value holds an object of an unknown kind, which is passed on as it is."""
 
-    def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def take_copies(self, tensors: list[torch.Tensor], buffers: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Keep copies of small tensors in host memory that need no gradient, and return the other tensors.
+
+        A counter that the loop moves on, or a state that the region itself updates, has another value in backward than
+        it had in forward. With a copy the recompute sees what forward saw, and updates nothing a second time. A tensor
+        that shares memory with another one, or with `buffers`, is left alone: what changes the one changes the other.
+        """
+        small = [index for index, tensor in enumerate(tensors) if _is_small_state(tensor)]
+        if not small or transforms_around():
+            return tensors
+        plain = [tensor for tensor in (*tensors, *buffers) if tensor.is_cpu and type(tensor) in _WITH_STORAGE]
+        storages = [storage_key(tensor.untyped_storage()) for tensor in plain if tensor.layout is torch.strided]
+        for index in small:
+            if storages.count(storage_key(tensors[index].untyped_storage())) == 1:
+                self._copies[index] = tensors[index].clone()
+        return [tensor for index, tensor in enumerate(tensors) if index not in self._copies]
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value with these tensors. Containers that held tensors are new; all else is the same object."""
-        return _fill(self._tree, tensors)
+        return _fill(self._tree, self._with_copies(tensors) if self._copies else tensors)
+
+    def _with_copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return all tensors in order: each copy is copied again, for whoever gets it may change it."""
+        others = iter(tensors)
+        count = len(tensors) + len(self._copies)
+        return [self._copies[index].clone() if index in self._copies else next(others) for index in range(count)]
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], TensorTree]:
-    """Return all tensors in `value`, in order, and the tree with a slot for each."""
+    """Return all tensors in `value`, in order, and the tree with a slot for each. Any depth will do."""
     tensors: list[torch.Tensor] = []
-    return tensors, TensorTree(_take(value, tensors, {}, frozenset()))
+    tree, is_plain = _take(value, tensors)
+    return tensors, TensorTree(tree, may_hide_tensors=not is_plain)
+
+
+def _is_small_state(tensor: torch.Tensor) -> bool:
+    if not tensor.is_cpu or tensor.requires_grad or type(tensor) is not torch.Tensor:
+        return False
+    is_small = tensor.layout is torch.strided and tensor.nbytes <= COPIED_BYTES
+    return is_small and not is_view(tensor) and not vars(tensor)  # a copy has no attributes of its own
 
 
 class _Container:
@@ -52,27 +99,58 @@ class _Container:
         self.items = items
 
 
-def _take(value: Any, tensors: list[torch.Tensor], slots: dict[int, _Slot], around: frozenset[int]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) not in slots:  # one object, one slot: attention checks whether `query is key`
-            tensors.append(value)
-            slots[id(value)] = _Slot(len(tensors) - 1)
-        return slots[id(value)]
-    parts = _parts(value) if id(value) not in around else None  # an object may hold itself
-    if parts is None:
-        return value
-    build, items = parts
-    taken = [_take(item, tensors, slots, around | {id(value)}) for item in items]
-    has_tensors = any(type(item) in (_Slot, _Container) for item in taken)
-    return _Container(build, taken) if has_tensors else value
+def _take(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, bool]:
+    """Take `value` apart, and return its tree and whether all of its kinds are known. Tensors go to `tensors`."""
+    slots: dict[int, _Slot] = {}
+    is_plain = True
+    whole: list[Any] = []
+    around: list[tuple[Any, Any, Iterator[Any], list[Any]]] = [(None, None, iter((value,)), whole)]
+    """The containers that are open, outermost first: each with its items to come and those that were taken."""
+    ids: set[int] = set()
+    while True:
+        container, build, items, taken = around[-1]
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                if id(item) not in slots:  # one object, one slot: attention checks whether `query is key`
+                    slots[id(item)] = _Slot(len(tensors))
+                    tensors.append(item)
+                taken.append(slots[id(item)])
+            elif type(item) in _PLAIN or id(item) in ids:  # an object may hold itself
+                taken.append(item)
+            elif (parts := _parts(item)) is None:
+                is_plain = False
+                taken.append(item)
+            else:
+                ids.add(id(item))
+                around.append((item, parts[0], iter(parts[1]), []))
+                break
+        else:
+            around.pop()
+            if not around:
+                return whole[0], is_plain
+            ids.discard(id(container))
+            has_tensors = any(type(item) in (_Slot, _Container) for item in taken)
+            around[-1][3].append(_Container(build, taken) if has_tensors else container)
 
 
-def _fill(tree: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    if type(tree) is _Slot:
-        return tensors[tree.index]
-    if type(tree) is _Container:
-        return tree.build([_fill(item, tensors) for item in tree.items])
-    return tree
+def _fill(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    whole: list[Any] = []
+    around: list[tuple[Any, Iterator[Any], list[Any]]] = [(None, iter((tree,)), whole)]
+    while True:
+        build, items, filled = around[-1]
+        for item in items:
+            if type(item) is _Slot:
+                filled.append(tensors[item.index])
+            elif type(item) is _Container:
+                around.append((item.build, iter(item.items), []))
+                break
+            else:
+                filled.append(item)
+        else:
+            around.pop()
+            if not around:
+                return whole[0]
+            around[-1][2].append(build(filled))
 
 
 def _parts(value: Any) -> tuple[Any, list[Any]] | None:

@@ -83,6 +83,45 @@ def test_a_model_in_host_memory_is_refused(sim):
         net(x)
 
 
+@pytest.mark.parametrize("policy", ["offload", "recompute+offload"])
+def test_a_part_in_host_memory_is_refused_by_name(sim, policy):
+    """As a device map leaves it: most parts on the accelerator, the last one not."""
+
+    class OnTheCPU(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.cpu()).tanh() if self.moves else super().forward(x).tanh()
+
+    net = nn.Sequential(*(OnTheCPU(64, 64) for _ in range(4))).to("sim")
+    net[2].cpu()
+    net[3].cpu()
+    for index, part in enumerate(net):
+        part.moves = index == 2
+
+    def run():
+        return net(torch.randn(128, 64, device="sim"))
+
+    name = "2" if policy == "offload" else "3"  # the input of the other one is still on the device
+    with (
+        lowtide.apply(net, policy, regions=["OnTheCPU"]),
+        pytest.raises(OffloadError, match=rf"region '{name}' cannot be offloaded.*'{name}: recompute'"),
+    ):
+        run()
+    rules = "; ".join(f"{index}: recompute" for index in (2, 3))
+    with lowtide.apply(net, f"{policy}; {rules}", regions=["OnTheCPU"]):
+        run().sum().backward()
+
+
+def test_a_result_in_host_memory_does_not_keep_its_graph_alive(sim):
+    """Saved as the output of its operator, it leads to the node that holds what was packed."""
+    store = lowtide.HostStore()
+    with lowtide.offload(store):
+        x = batch().requires_grad_()
+        y = x.exp().sin().cpu().tanh().sum()
+    assert store.bytes_used > 0
+    del y
+    assert store.bytes_used == 0
+
+
 def test_it_frees_device_memory(sim):
     net, left = model(), {}
     for name, context in (("plain", torch.enable_grad()), ("offload", lowtide.offload())):

@@ -62,6 +62,15 @@ def test_parameters_and_small_tensors_stay(engine):
     assert simdevice.stats().d2h_bytes == BOUNDARY
 
 
+def test_views_of_parameters_stay(engine):
+    """Their memory is the parameter's, which stays whatever happens to the view."""
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device="sim"))
+    y = lowtide.checkpoint(lambda h, w: h @ w, leaf(), weight.t(), offload=engine)
+    z = lowtide.checkpoint(torch.tanh, y, offload=engine)
+    z.sum().backward()
+    assert simdevice.stats().d2h_bytes == BOUNDARY
+
+
 def test_a_full_store_keeps_tensors_on_the_device(sim):
     schedule = Schedule(HostStore(limit=2 * BOUNDARY))
     layers, x = counted_layers(6), leaf()

@@ -97,7 +97,7 @@ def test_pitfall_10_a_backward_that_reads_saved_tensors_twice_inside_a_region():
         lowtide.checkpoint(Twice.apply, x * 1).sum().backward()
 
 
-def test_torch_func_grad_works_as_with_torchs_checkpoint():
+def test_torch_func_grad_works_where_torchs_checkpoint_does():
     weight = torch.randn(8, 8)
 
     def loss(w, run):

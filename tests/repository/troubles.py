@@ -181,6 +181,34 @@ def patch_is_never_called() -> None:
     lowtide.patch_torch().remove()
 
 
+def squares(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: model(x).square().sum()
+
+
+@trouble
+def inside_torch_func_grad() -> None:
+    lowtide.apply(model := stack(), "recompute")
+    torch.func.grad(squares(model))(torch.randn(4, 8))
+
+
+@trouble
+def backward_after_vmap() -> None:
+    lowtide.apply(model := stack(), "recompute")
+    torch.vmap(squares(model))(torch.randn(3, 4, 8)).sum().backward()
+
+
+@trouble
+def offload_inside_vmap() -> None:
+    lowtide.apply(model := stack().to("sim"), "recompute+offload")
+    torch.vmap(squares(model))(torch.randn(3, 4, 8, device="sim"))
+
+
+@trouble
+def tiles_inside_vmap() -> None:
+    linear = nn.Linear(8, 8)
+    torch.vmap(lambda x: lowtide.tile(linear, x, tokens=2))(torch.randn(3, 4, 8))
+
+
 @trouble
 def in_place_with_torch() -> None:
     x = torch.randn(4, requires_grad=True).clone()

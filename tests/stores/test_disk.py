@@ -85,6 +85,27 @@ def test_views_of_one_tensor_are_read_once(sim, tmp_path):
     assert stored.take_fetched() == 0
 
 
+@pytest.mark.parametrize("views", [1, 2])
+def test_memory_that_another_stream_uses_is_not_handed_out_meanwhile(sim, tmp_path, views):
+    """It was allocated on one stream and is read on another, by whoever asks first and by whoever asks next."""
+    simdevice.enable(bandwidth=1e6, on_violation="raise")
+    stored = away(store(tmp_path).put(random(sim)))
+    if views > 1:
+        held = stored.get()  # on this stream; the next one gets the same memory
+    else:
+        stored.prefetch()
+    side = torch.Stream(device=sim)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        total = (raw := stored.get()).sum()
+    if views > 1:
+        del held
+    del raw
+    torch.zeros(10_000, device=sim)  # must not lie where the other stream still reads
+    torch.accelerator.synchronize()
+    assert torch.equal(total.cpu(), random("cpu").sum())
+
+
 def test_the_file_is_used_again_and_empty_when_all_is_dropped(tmp_path):
     disk = store(tmp_path)
     for _ in range(5):

@@ -267,6 +267,6 @@ def test_pieces_of_several_slabs_are_put_together(store):
 
 
 def test_a_tensor_in_host_memory_is_refused(store):
-    store.require_useful(random())
+    store.require_useful(random(), "layers.0")
     with pytest.raises(OffloadError, match="in host memory already"):
-        store.require_useful(torch.ones(8))
+        store.require_useful(torch.ones(8), "layers.0")

@@ -190,6 +190,7 @@ class Applied:
             if policy.is_none:
                 continue
             watched = WatchedRegion(policy, ledger, tuple(tiles_by_region.get(region.name, ())))
+            self._guard.regions.append(watched)
             runtime = RegionRuntime(watched, schedule if policy.offload else None, offloader, self._guard, memory)
             self._install_seam(region.module, runtime)
 

@@ -3,8 +3,9 @@
 A flag that silently does nothing is what this project exists to end. Each region that ran is watched through the nodes
 that it added to the graph and that saved something: if backward reaches one of them, the region must be recomputed.
 When the first backward is over, a region that was not recomputed, or whose inputs never reached the store, is named in
-an error. Regions that this backward did not reach are watched further, for a batch of texts says nothing about a vision
-tower; what is found about them later is a warning, for it should not end a run that has trained for hours.
+an error; so is one whose inputs are all too small for the store, unless other regions have larger ones. Regions that
+this backward did not reach are watched further, for a batch of texts says nothing about a vision tower; what is found
+about them later is a warning, for it should not end a run that has trained for hours.
 
 A region that added no such node (it was skipped, or returned its input) owes nothing. Nor does one that ran without
 gradients, as frozen towers do, unless gradients arrive at its parameters all the same. A region in evaluation mode runs
@@ -14,14 +15,25 @@ plainly; if backward reaches it all the same, somebody forgot `model.train()`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import after_backward, graph_task_id, pytree, saved_fields, sequence_number
+from lowtide._torch import (
+    after_backward,
+    disable_dynamo,
+    graph_task_id,
+    pytree,
+    runs_compiled_backward,
+    saved_fields,
+    sequence_number,
+)
 from lowtide.applying.caches import DroppedCaches
 from lowtide.errors import SilentNoOpError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +59,11 @@ class WatchedRegion:
     def name(self) -> str:
         return self.ledger.name
 
+    @property
+    def is_too_small(self) -> bool:
+        """Whether it should be offloaded, and all that it saved are small tensors and weights."""
+        return bool(self.policy.offload) and self.ledger.is_small
+
 
 class Guard:
     """Watches the regions of one applied policy, each until a backward that reached it has been checked."""
@@ -54,8 +71,10 @@ class Guard:
     def __init__(self, *, strict: bool) -> None:
         self.loss: TileLedger | None = None
         """The counts of the tiled loss, if the policy tiles it."""
+        self.regions: list[WatchedRegion] = []
+        """All regions that the policy acts on."""
         self._strict = strict
-        self._backward = -1
+        self._backward: int | None = None
         self._reached: dict[str, WatchedRegion] = {}
         """The regions that the running backward has reached."""
         self._checked: set[str] = set()
@@ -72,6 +91,8 @@ class Guard:
 
     def watch(self, region: WatchedRegion, output: Any, first_node: int, *, in_training: bool) -> None:
         """Take note if backward reaches a node from `first_node` on. Costs nothing once the region is checked."""
+        if self._reached and self._backward == _COMPILED and not runs_compiled_backward():
+            self._check()
         if self.is_checked(region):
             return
         if not in_training:
@@ -113,14 +134,16 @@ class Guard:
             handle.remove()
         self._without_gradients.clear()
 
+    @disable_dynamo  # compiled autograd would look into it
     def _reach(self, region: WatchedRegion) -> None:
         if self.is_checked(region):
             return
-        backward = graph_task_id()
+        backward = _COMPILED if runs_compiled_backward() else graph_task_id()
         if backward != self._backward:  # a new one; if the last failed, its callback never came
             self._backward = backward
             self._reached.clear()
-            after_backward(self._check)
+            if backward != _COMPILED:
+                after_backward(self._check)
         self._reached[region.name] = region
 
     def _receive_gradient(self, region: WatchedRegion) -> None:
@@ -132,6 +155,7 @@ class Guard:
     def _check(self) -> None:
         is_first, self._has_checked_first = not self._has_checked_first, True
         findings = [text for region in self._reached.values() for text in self._findings_about(region)]
+        findings += self._findings_about_small([region for region in self._reached.values() if region.is_too_small])
         if is_first:  # looked at once: dropped caches, the loss, and regions that ran without gradients
             findings += self._findings_about_model()
             self._caches = DroppedCaches()
@@ -151,6 +175,18 @@ class Guard:
             return [_differentiated_by_model(region.name)]
         findings = _missing_effects(region)
         return [_ran_in_evaluation(region.name)] if findings and region.name in self._in_evaluation else findings
+
+    def _findings_about_small(self, regions: list[WatchedRegion]) -> list[str]:
+        """Note regions that have nothing to offload, and object only if that is all there is to the policy's offload.
+
+        No warning: a small tower beside a large model is no fault, and the report names it, too.
+        """
+        others = [region for region in self.regions if region.policy.offload and region not in regions]
+        if any(region.ledger.movable_bytes or not region.ledger.forwards for region in others):
+            for region in regions:
+                logger.info("region %r: nothing to offload, its inputs are smaller than 4 KiB or weights", region.name)
+            return []
+        return [_nothing_to_offload(region.name) for region in regions]
 
     def _findings_about_model(self) -> list[str]:
         findings = [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
@@ -177,6 +213,9 @@ def _nodes_behind(output: Any, first_node: int) -> Iterator[Node]:
         waiting.extend(inner for inner, _ in node.next_functions if inner is not None)
 
 
+_COMPILED = -1
+"""Stands for a backward of compiled autograd, which takes no callbacks: it is checked in the next forward."""
+
 _ACCUMULATE_GRAD = 2**63
 """Nodes that accumulate a parameter's gradient have sequence numbers from here on, above those of all other nodes."""
 
@@ -196,11 +235,11 @@ def _missing_effects(region: WatchedRegion) -> list[str]:
         )
     if policy.offload and ledger.movable_bytes == 0 and ledger.nested:
         found.append(_inside_another(ledger.name))
-    elif policy.offload and ledger.movable_bytes == 0:
+    elif policy.offload and ledger.movable_bytes == 0 and not region.is_too_small:
         found.append(
             f"region {ledger.name!r}: expected its saved tensors to be offloaded, saw none that could be: "
-            f"{ledger.saved_bytes} bytes stay on the device. Its inputs are small, are parameters, or are hidden in an "
-            "object of an unknown kind: pass them as tensors, or set the policy of this region to 'recompute'"
+            f"{ledger.saved_bytes} bytes stay on the device. {_why_not_movable(ledger)}, or set the policy of this "
+            "region to 'recompute'"
         )
     if region.tiles and not any(tiled.calls for tiled in region.tiles):
         names = ", ".join(tiled.name for tiled in region.tiles)
@@ -209,6 +248,23 @@ def _missing_effects(region: WatchedRegion) -> list[str]:
             "apply the policy after whatever replaces it, or leave tile(mlp) out"
         )
     return found
+
+
+def _why_not_movable(ledger: RegionLedger) -> str:
+    if ledger.unmovable_bytes:
+        return (
+            f"{ledger.unmovable_bytes} bytes are in tensors that cannot be moved as a run of bytes (a tensor subclass, "
+            "a sparse layout, a small part of a large tensor): pass plain tensors"
+        )
+    return "Its inputs are hidden in an object of an unknown kind, or are not among its arguments: pass them as tensors"
+
+
+def _nothing_to_offload(name: str) -> str:
+    return (
+        f"region {name!r}: expected its saved tensors to be offloaded, and all of them are smaller than 4 KiB or "
+        "weights, as in every other region: the policy's offload does nothing for this model at this size. Use "
+        "'recompute', or a longer batch"
+    )
 
 
 _SWITCH_OFF = (

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import next_sequence_number, storage_key
+from lowtide._torch import is_functorch_wrapped, next_sequence_number, storage_key
 from lowtide.applying.caches import CACHE_KEYWORDS, cache_layers, is_cache, refuse_content
 from lowtide.checkpointing.checkpoint import run_region
 from lowtide.checkpointing.offload import offload_hooks
 from lowtide.checkpointing.repeated_forward import Habits
+from lowtide.checkpointing.transforms import refuse_without_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,8 @@ class RegionRuntime:
     def _train(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._policy.recompute or self._policy.offload:
+            refuse_without_hooks(self._ledger.name)
         if self._policy.offload:
             self._memory.enter(self._ledger.name)
         if self._policy.recompute:
@@ -130,7 +133,12 @@ class ModelMemory:
         model = self._model()
         if model is not None:
             own = itertools.chain(model.parameters(), model.buffers())
-            self._addresses = {_address(tensor) for tensor in own if type(tensor) in (torch.nn.Parameter, torch.Tensor)}
+            self._addresses = {_address(tensor) for tensor in own if _has_memory(tensor)}
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has an address: subclasses may be wrappers, and those of `torch.func` are."""
+    return type(tensor) in (torch.nn.Parameter, torch.Tensor) and not is_functorch_wrapped(tensor)
 
 
 def _address(tensor: torch.Tensor) -> int:

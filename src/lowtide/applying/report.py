@@ -35,6 +35,8 @@ class RegionReport:
     kept_bytes: int
     restored_bytes: int
     declined_bytes: int
+    is_small: bool = False
+    """Whether all that it saved are small tensors and weights: there is nothing to offload."""
 
     @classmethod
     def of(cls, ledger: RegionLedger, policy: str) -> RegionReport:
@@ -102,6 +104,7 @@ class Report:
                 f"policy {self.policy}: {len(self.regions)} regions",
                 *(_region_line(list(group)) for _, group in itertools.groupby(self.regions, key=_region_group)),
                 *(_tile_line(list(group)) for _, group in itertools.groupby(self.tiles, key=_tile_group)),
+                *_still_lines(self),
                 *_store_lines(self),
             ]
         )
@@ -129,6 +132,13 @@ def _tile_line(group: list[TileLedger]) -> str:
     return (
         f"  {grouped_name(group)} [tile] calls {first.calls}, tiles {first.tiles}, run again {first.recomputed_tiles}"
     )
+
+
+def _still_lines(report: Report) -> Iterator[str]:
+    """Name the regions that have nothing to offload: their inputs are small, or weights."""
+    still = (region for region in report.regions if region.is_small and "offload" in region.policy)
+    for _, group in itertools.groupby(still, key=_region_group):
+        yield f"  {grouped_name(list(group))}: nothing to offload, all inputs are smaller than 4 KiB or weights"
 
 
 def _store_lines(report: Report) -> Iterator[str]:

@@ -20,6 +20,7 @@ from lowtide.tensor_tree import flatten
 from lowtide.tiling.collectives import has_several_ranks, is_distributed
 from lowtide.tiling.hooks import HookWatch, inner_hooks, known_to_change
 from lowtide.tiling.probe import Trial
+from lowtide.tiling.surroundings import refuse_transforms
 from lowtide.tiling.tile import tile_call, tile_count
 from lowtide.tiling.tiled_function import TiledFunction
 from lowtide.weights import is_fsdp1, is_zero3_sharded
@@ -61,6 +62,7 @@ class TileRuntime:
         if case in self._tried or not self._is_time_to_try(call, case):
             return self._run(call, self._tried.get(case, []))
         self._check_gathers(module)
+        refuse_transforms(self._ledger.name)  # in the trial it would look like a fault of the module
         if is_distributed(x):
             return self._run_distributed(call)
         if not self._probe:

@@ -20,10 +20,12 @@ from lowtide._torch import (
     is_inside_checkpoint,
     non_reentrant_checkpoint,
     recomputation_stop,
+    transforms_around,
 )
-from lowtide.checkpointing.repeated_forward import Habits, repeated_forward
+from lowtide.checkpointing.repeated_forward import Habits, buffers_behind, repeated_forward
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import with_offload
+from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
 from lowtide.stores import HostStore, Store
@@ -193,9 +195,14 @@ def run_region(
     does not tell, and `habits` is what earlier calls have shown about it. In a compiled function this is a graph break:
     what is inside runs eagerly, unless it is compiled itself.
     """
+    refuse_without_hooks(ledger.name)
+    if schedule is not None:
+        refuse_to_move(ledger.name)
     function, args, kwargs = _unbind(function, args, kwargs)
     function = repeated_forward(function, module, (*args, *kwargs.values()), ledger.name, habits)
     tensors, tree = flatten((args, kwargs))
+    ledger.hidden += tree.may_hide_tensors or not tensors
+    tensors = tree.take_copies(tensors, buffers_behind(function))
     replay = _Replay(function, args, kwargs, tree, ledger)
     del args, kwargs
     ledger.forwards += 1
@@ -236,17 +243,19 @@ class _Replay:
     After the first run it holds the tree of the arguments, but none of their tensors.
     """
 
-    __slots__ = ("_first", "_function", "_ledger", "_tree", "on_entry")
+    __slots__ = ("_first", "_function", "_ledger", "_transforms", "_tree", "on_entry")
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tree: TensorTree, ledger: RegionLedger
     ) -> None:
         self._function = function
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._transforms = transforms_around()
         self._tree = tree
         self._ledger = ledger
         self.on_entry: Callable[[], None] | None = None
 
+    @disable_dynamo  # compiled autograd would look into the region
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
@@ -254,6 +263,7 @@ class _Replay:
                 on_entry, self.on_entry = self.on_entry, None
                 on_entry()
             return self._function(*args, **kwargs)
+        refuse_to_run_again(self._ledger.name, self._transforms)
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:

@@ -14,6 +14,7 @@ import torch
 
 from lowtide._torch import is_inside_checkpoint
 from lowtide.checkpointing.schedule import as_schedule
+from lowtide.checkpointing.transforms import refuse_without_hooks
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
 
@@ -67,6 +68,7 @@ class offload:  # noqa: N801  (a context manager, used like a function)
 
 def offload_hooks(offloader: PerTensorOffloader, ledger: RegionLedger) -> AbstractContextManager[Any]:
     """Return hooks that hand saved tensors to an offloader; no hooks inside a checkpoint, where nothing is kept."""
+    refuse_without_hooks(ledger.name)
     if is_inside_checkpoint():
         ledger.nested += 1
         return contextlib.nullcontext()
@@ -84,7 +86,7 @@ class PerTensorOffloader:
         self._schedule = schedule
         self._skip = skip
         self._in_flight: collections.deque[RegionCall] = collections.deque()
-        self._on_host: torch.Tensor | None = None
+        self._on_host: RegionCall | None = None
         self._moves_something = False
 
     def pack(self, tensor: torch.Tensor, ledger: RegionLedger) -> Packed:
@@ -92,7 +94,7 @@ class PerTensorOffloader:
         call = self._schedule.begin(ledger, self._skip, ahead=IN_FLIGHT)
         packed = call.pack(tensor)
         call.on_packed()
-        self._on_host = self._on_host if call.on_host is None else call.on_host
+        self._on_host = self._on_host if call.on_host is None else call
         self._moves_something |= call.moves_something
         self._in_flight.append(call)
         if len(self._in_flight) > IN_FLIGHT:
@@ -103,8 +105,8 @@ class PerTensorOffloader:
         """Raise the store's error if every tensor since the last check was in host memory already."""
         on_host, self._on_host = self._on_host, None
         moved, self._moves_something = self._moves_something, False
-        if on_host is not None and not moved:
-            self._schedule.store.require_useful(on_host)
+        if on_host is not None and on_host.on_host is not None and not moved:
+            self._schedule.store.require_useful(on_host.on_host, on_host.ledger.name)
 
     def flush(self) -> None:
         """Release all memory whose copy was started: no more tensors will come."""

@@ -36,7 +36,7 @@ from lowtide.weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 LOOKS = 2
 """How many calls of a region are looked at closely."""
@@ -79,12 +79,19 @@ _habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionar
 """What is known about modules that no policy acts on. An entry dies with its module."""
 
 
+def buffers_behind(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
+    """Yield the buffers that a function of `repeated_forward` puts back; none for any other function."""
+    if isinstance(function, RepeatedForward):
+        for module in function.modules:
+            yield from module.buffers()
+
+
 class RepeatedForward:
     """A function of modules, mostly the forward of one, which checkpoint runs in forward and again in backward."""
 
     def __init__(self, function: Callable[..., Any], modules: list[nn.Module], name: str, habits: Habits) -> None:
         self._function = function
-        self._modules = modules
+        self.modules = modules
         self._name = f"region {name!r}"
         self._habits = habits
         self._weights: list[Weight] | None = None
@@ -114,7 +121,7 @@ class RepeatedForward:
             return self._function(*args, **kwargs)
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts, habits = parts_of(*self._modules), self._habits
+        parts, habits = parts_of(*self.modules), self._habits
         self._weights = weights_in(parts, skip_first=self._is_forward)
         self._before = Snapshot(parts) if any(map(buffers_of, parts)) else None
         self._attributes = habits.attributes.note(parts)
@@ -131,7 +138,7 @@ class RepeatedForward:
     @property
     def _is_forward(self) -> bool:
         """Whether the function is called inside the hooks of its first module."""
-        return self._function is not self._modules[0] and not isinstance(self._function, types.FunctionType)
+        return self._function is not self.modules[0] and not isinstance(self._function, types.FunctionType)
 
     def _learn(self, look: _Look, habits: Habits) -> None:
         habits.looks_left -= 1

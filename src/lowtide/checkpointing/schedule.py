@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from lowtide._torch import StorageWeakRef, aliases_parameter, keep_version, storage_key, version_of
+from lowtide._torch import (
+    StorageWeakRef,
+    aliases_parameter,
+    disable_dynamo,
+    is_zero_tensor,
+    keep_version,
+    storage_key,
+    version_of,
+)
 from lowtide.errors import InPlaceError, InvalidValueError
 from lowtide.stores import HostStore, Store
 
@@ -128,14 +136,16 @@ class RegionCall:
         self._ahead = ahead or 1
         self.moves_something = False
         self.on_host: torch.Tensor | None = None
-        """A tensor that the call saved and that is in host memory already."""
+        """A tensor that the call saved and that is in host memory already; without its graph, which holds this call."""
         self._entries: list[weakref.ref[_Entry]] = []
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Pack a tensor (autograd's hook). Nothing moves before the whole call has packed."""
         version = version_of(tensor)
-        span = span_of(tensor) if self._is_worth_moving(tensor) else None
+        is_wanted = self._is_worth_moving(tensor)
+        span = span_of(tensor) if is_wanted else None
         if span is None:
+            self.ledger.unmovable_bytes += tensor.nbytes if is_wanted else 0
             self.ledger.saved_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
             kept = tensor.detach()
             return Packed(self, None, kept, kept, version)
@@ -150,6 +160,7 @@ class RegionCall:
             entry.stays = True  # regions share it, and it is still here: bringing it back for each would cost more
         return Packed(self, (entry, span), None, _version_probe(tensor), version)
 
+    @disable_dynamo  # compiled autograd would look into the store
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return a packed tensor (autograd's hook), and begin to fetch the tensors of the calls before this one."""
         if version_of(packed.probe) != packed.version:
@@ -174,7 +185,7 @@ class RegionCall:
     def on_packed(self) -> None:
         """Start to move the tensors of the call before this one: all of this call's inputs are packed."""
         if self._is_region and self.on_host is not None and not self.moves_something:
-            self._schedule.store.require_useful(self.on_host)
+            self._schedule.store.require_useful(self.on_host, self.ledger.name)
         if self._schedule.alone:
             self.start()
         if (previous := self.previous()) is not None:
@@ -217,14 +228,14 @@ class RegionCall:
         return [entry for entry in (reference() for reference in self._entries) if entry is not None]
 
     def _is_worth_moving(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            return False  # a run of bytes does not say how they are to be read
-        if tensor.nbytes < MIN_BYTES or isinstance(tensor, torch.nn.Parameter):
+        size = tensor.numel() * tensor.element_size()
+        if size < MIN_BYTES or isinstance(tensor, torch.nn.Parameter) or aliases_parameter(tensor):
             return False
-        if aliases_parameter(tensor) or type(tensor) is not torch.Tensor:
+        if not _is_run_of_bytes(tensor):
+            self.ledger.unmovable_bytes += size
             return False
         if tensor.device.type == "cpu" and not self._schedule.store.takes_host_tensors:
-            self.on_host = tensor  # a small table beside others is fine; a region with nothing else is refused
+            self.on_host = tensor.detach()  # a small table beside others is fine; a region with nothing else is refused
             return False
         return self._skip is None or not self._skip(tensor)
 
@@ -270,6 +281,12 @@ class _Entry:
     @property
     def is_source_freed(self) -> bool:
         return bool(self.source.expired())  # type: ignore[no-untyped-call]
+
+
+def _is_run_of_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of a tensor's storage are all there is to it: nothing else says how to read them."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_plain and not (tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
 
 
 def _weak(tensor: torch.Tensor) -> StorageWeakRef:

@@ -12,6 +12,7 @@ from lowtide.errors import InvalidValueError
 from lowtide.losses.autograd import ReducedLoss, TokenLosses
 from lowtide.losses.liger import use_liger
 from lowtide.losses.tile_loss import LossOptions
+from lowtide.tiling.surroundings import refuse_transforms
 from lowtide.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def linear_cross_entropy(
     _check_words(reduction, tokens, kernel)
     _check_options(options)
     _check_tensors(hidden, weight, labels, bias)
+    refuse_transforms("linear_cross_entropy")
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     if not torch.is_grad_enabled():

@@ -89,8 +89,8 @@ class Store(abc.ABC):
     """Whether storing a tensor that is in host memory already frees anything."""
 
     @abc.abstractmethod
-    def require_useful(self, tensor: torch.Tensor) -> None:
-        """Raise `OffloadError` if storing a tensor like this one would free nothing."""
+    def require_useful(self, tensor: torch.Tensor, region: str) -> None:
+        """Raise `OffloadError` if storing a tensor like this one, which `region` saved, would free nothing."""
 
     @abc.abstractmethod
     def put(self, raw: torch.Tensor) -> Stored:

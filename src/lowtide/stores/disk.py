@@ -95,7 +95,7 @@ class DiskStore(Store):
             self._resources = self._new_resources()
         return self._resources
 
-    def require_useful(self, tensor: torch.Tensor) -> None:
+    def require_useful(self, tensor: torch.Tensor, region: str) -> None:
         """Accept any tensor: writing it to a disk frees its memory wherever it is."""
 
     def put(self, raw: torch.Tensor) -> Stored:
@@ -164,7 +164,6 @@ class _Fetch(NamedTuple):
 
     raw: torch.Tensor
     transfer: Transfer
-    owner: torch.Stream | None
 
 
 class DiskStored(Stored):
@@ -248,13 +247,12 @@ class DiskStored(Stored):
                 f"{self._resources.process}, and this process, {os.getpid()}, was forked from it and does not have its "
                 "threads. Remedy: run forward and backward in the same process"
             )
-        restored = None if self._restored is None else self._restored.get()
-        if restored is None:
-            return self._finish_fetch()
-        current = _current_stream(self._device)
-        if current is not None:
-            restored.record_stream(current)
-        return restored
+        raw = None if self._restored is None else self._restored.get()
+        if raw is None:
+            raw = self._finish_fetch()
+        if (current := _current_stream(self._device)) is not None:
+            raw.record_stream(current)  # another stream may have allocated it; where none has, this does nothing
+        return raw
 
     def take_fetched(self) -> int:
         fetched, self._fetched = self._fetched, 0
@@ -267,9 +265,6 @@ class DiskStored(Stored):
                 fetch.transfer.wait()
         finally:
             self._fetch = None  # a failure is raised once, and the next `get` tries again
-        current = _current_stream(self._device)
-        if current is not None and current != fetch.owner:  # it was allocated while another stream was current
-            fetch.raw.record_stream(current)
         self._restored = WeakTensor(fetch.raw)
         return fetch.raw
 
@@ -278,18 +273,18 @@ class DiskStored(Stored):
         if self._device.type == "cpu":
             memory = page_aligned(round_up(self.nbytes))
             raw, parts = memory[: self.nbytes].view(self._dtype), _split_in_pages(memory, sizes)
-            owner = ready = None
+            ready = None
         else:
             raw = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
             parts = list(torch.split(raw.view(torch.uint8), sizes))
-            owner = torch.accelerator.current_stream(self._device)
-            ready = owner.record_event()  # a kernel that still runs may use the memory that was just allocated
+            stream = torch.accelerator.current_stream(self._device)
+            ready = stream.record_event()  # a kernel that still runs may use the memory that was just allocated
         self._was_fetched = True
         self._fetched += self.nbytes
         staging = self._resources.workers.staging
         tasks = [Load(staging, block, part, ready) for block, part in zip(self._blocks, parts, strict=True)]
         del parts
-        return _Fetch(raw, self._resources.workers.run(tasks), owner)
+        return _Fetch(raw, self._resources.workers.run(tasks))
 
     @property
     def _is_forked(self) -> bool:

@@ -43,11 +43,12 @@ class HostStore(Store):
         self.copy_streams = CopyStreamCache()
         self.waits = StreamWaits()
 
-    def require_useful(self, tensor: torch.Tensor) -> None:
+    def require_useful(self, tensor: torch.Tensor, region: str) -> None:
         if tensor.device.type == "cpu":
             raise OffloadError(
-                "cannot offload a model on the CPU to the host: its activations are in host memory already, so nothing "
-                "would be freed. Use recompute alone, or the disk tier: offload(disk=/a/directory)"
+                f"region {region!r} cannot be offloaded to the host: what it saves is on the CPU, in host memory "
+                "already, so nothing would be freed. Use recompute alone (with a rule for this part, if others are on "
+                f"an accelerator: '{region}: recompute'), or the disk tier: offload(disk=/a/directory)"
             )
 
     def put(self, raw: torch.Tensor) -> Stored:

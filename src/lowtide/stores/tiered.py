@@ -42,8 +42,8 @@ class TieredStore(Store):
         self._numbers = itertools.count()
         self._on_host: weakref.WeakValueDictionary[int, _TieredStored] = weakref.WeakValueDictionary()
 
-    def require_useful(self, tensor: torch.Tensor) -> None:
-        self.host.require_useful(tensor)
+    def require_useful(self, tensor: torch.Tensor, region: str) -> None:
+        self.host.require_useful(tensor, region)
 
     def put(self, raw: torch.Tensor) -> Stored:
         return _TieredStored(self, raw)

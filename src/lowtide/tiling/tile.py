@@ -20,6 +20,7 @@ from lowtide._torch import disable_dynamo, parameters_of
 from lowtide.counters import TileLedger
 from lowtide.errors import InvalidValueError
 from lowtide.tiling.collectives import largest_in
+from lowtide.tiling.surroundings import refuse_transforms
 from lowtide.tiling.tiled_function import TiledFunction, max_over_ranks
 from lowtide.tiling.tiler import run_tiles
 from lowtide.units import parse_tokens
@@ -98,6 +99,8 @@ def tile_call(
         ledger.calls += 1
         ledger.tiles += 1
         return tiled.function(*args, **kwargs)
+    if torch.is_grad_enabled():
+        refuse_transforms(ledger.name)
     return run_tiles(tiled, args, kwargs, TokenGrid(x.shape[:-1], tiles), ledger, accumulate)
 
 

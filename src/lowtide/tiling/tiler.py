@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch import after_backward, graph_task_id, version_of, without_parametrize_cache
+from lowtide._torch import after_backward, disable_dynamo, graph_task_id, version_of, without_parametrize_cache
 from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.assembly import GradBuffer, GradSlice, Outputs
+from lowtide.tiling.surroundings import refuse_compiled_backward
 from lowtide.tiling.tiled_function import UnshardedInBackward, unsharded_in_forward
 from lowtide.tiling.weight_grads import WeightGradAccumulator
 from lowtide.weights import as_in_forward, check_unchanged
@@ -309,6 +310,7 @@ class _Tile:
 
     def _recompute(self) -> None:
         call = self._call
+        refuse_compiled_backward(call.ledger.name)
         call.enter(self)
         args, kwargs = call.tree.unflatten(call.inputs.tile(self._index))
         call.ledger.recomputed_tiles += 1
@@ -349,6 +351,7 @@ class _Tile:
         return tensor
 
 
+@disable_dynamo
 def _unpack(dropped: _Dropped) -> torch.Tensor:
     return dropped.tile.get(dropped.number)
 
