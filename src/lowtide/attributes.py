@@ -9,13 +9,16 @@ forward changes them: small ones as copies, and of large ones only that a recomp
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lowtide._torch import version_if_any
+from lowtide._torch import hooks_of, version_if_any
 from lowtide.buffers import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ _CONTAINERS = (list, dict, set)
 _SIMPLE = frozenset({*_NUMBERS, *_CONTAINERS})
 _OWN = frozenset(vars(nn.Module())) | {"forward"}
 """What every module has, which is torch's business, and what a policy puts there."""
+_LIBRARIES = ("accelerate", "deepspeed", "peft", "torch", "transformers", "builtins")
 _MISSING = object()
 
 
@@ -37,7 +41,7 @@ class AttributeHabits:
     def __init__(self) -> None:
         self._layout: list[int] = []
         self._numbers: list[tuple[str, ...]] = []
-        self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._changing: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def note(self, parts: list[nn.Module]) -> NotedAttributes:
         """Note the numbers of all parts, and what is known to change."""
@@ -46,13 +50,13 @@ class AttributeHabits:
             self._layout, self._numbers = layout, [_names_of_numbers(part) for part in parts]
         noted = NotedAttributes(parts, self._numbers)
         if self._changing:
-            known = [(vars(part), name) for part in dict.fromkeys(parts) for name in self._changing.get(part, ())]
+            known = [(vars(holder), name) for holder, names in self._changing.items() for name in names]
             noted.others = [(held, name, _recall(held.get(name, _MISSING))) for held, name in known]
         return noted
 
-    def learn(self, part: nn.Module, name: str) -> None:
-        """Remember that a forward changes this attribute."""
-        self._changing.setdefault(part, set()).add(name)
+    def learn(self, holder: Any, name: str) -> None:
+        """Remember that a forward changes this attribute of a part or of a hook."""
+        self._changing.setdefault(holder, set()).add(name)
         self._layout = []  # a number may have come or gone
 
 
@@ -92,20 +96,21 @@ NO_ATTRIBUTES = NotedAttributes([], [])
 
 
 class AttributeLook:
-    """A close look at one call: all attributes of a module's parts that a forward might change, before and after."""
+    """A close look at one call: what a forward might change in attributes of parts and of their hooks."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        self._before = [(part, _traces(part)) for part in dict.fromkeys(parts)]
+        holders = dict.fromkeys([*parts, *_hooks_with_state(parts)])
+        self._before = [(holder, _traces(holder)) for holder in holders]
 
     def learn(self, habits: AttributeHabits, noted: NotedAttributes) -> None:
         """Compare with what is there now; add what changed to the habits and to what was noted before the call."""
-        for part, before in self._before:
-            held, now = vars(part), _traces(part)
+        for holder, before in self._before:
+            held, now = vars(holder), _traces(holder)
             for name in before.keys() | now.keys():
                 trace = before.get(name)
                 if trace is not None and name in now and trace.is_same(now[name]):
                     continue
-                habits.learn(part, name)
+                habits.learn(holder, name)
                 noted.others.append((held, name, _recall(_MISSING) if trace is None else trace.recall))
 
 
@@ -127,10 +132,23 @@ class _Trace(NamedTuple):
         return is_same_state and all(a is b for a, b in zip(self.items, other.items, strict=True))
 
 
-def _traces(part: nn.Module) -> dict[str, _Trace]:
+def _hooks_with_state(parts: list[nn.Module]) -> Iterator[Any]:
+    """Yield the objects behind the parts' forward hooks, but for those of libraries, which know what they do."""
+    hooks = [
+        hook for part in parts for kind, own in hooks_of(part).items() if "forward" in kind for hook in own.values()
+    ]
+    for hook in hooks:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        holder = getattr(function, "__self__", function)
+        is_plain = not isinstance(holder, nn.Module | types.FunctionType) and hasattr(holder, "__dict__")
+        if is_plain and isinstance(holder, Hashable) and type(holder).__module__.partition(".")[0] not in _LIBRARIES:
+            yield holder
+
+
+def _traces(holder: Any) -> dict[str, _Trace]:
     return {
         name: _trace(value)
-        for name, value in vars(part).items()
+        for name, value in vars(holder).items()
         if name not in _OWN and (type(value) in _SIMPLE or isinstance(value, (torch.Tensor, torch.Generator)))
     }
 

@@ -173,7 +173,8 @@ class Featured(nn.Module):
         if self.shared is not None:
             yield "shared", self.shared
         if "keyword" in self.features:
-            yield "keyword", {"scale": x.detach().square().mean(-1, keepdim=True) + 0.5}
+            scale = x.detach().square().mean(-1, keepdim=True) + 0.5
+            yield "keyword", {"scale": scale[:]}  # a view, of which no copy is kept
         if "keyword that is not used" in self.features:
             yield "unused", torch.zeros(3, device=x.device)
         if "state by keyword" in self.features:

@@ -71,11 +71,6 @@ def _replace_data(run):
     getattr(module, name).data = getattr(module, name).data * 1.1
 
 
-def _write_data(run):
-    module, name = run.weight()
-    getattr(module, name).data.mul_(1.1)
-
-
 def _replace_weight(run):
     module, name = run.weight()
     weight = getattr(module, name)
@@ -336,7 +331,6 @@ STEPS = {
     "step to zeros": lambda run: _optimize(run, set_to_none=False),
     "weight in place": _change_weight,
     "weight .data replaced": _replace_data,
-    "weight .data in place": _write_data,
     "weight replaced": _replace_weight,
     "state loaded": _load,
     "state assigned": lambda run: _load(run, assign=True),
@@ -357,3 +351,6 @@ STEPS = {
     "saved and loaded": _pickle,
     "random numbers": lambda _: torch.rand(3),
 }
+
+CRASHING = ("per-sample gradients", "forward-mode gradient")
+"""Steps that end torch itself with a segmentation fault for some models without any policy; never drawn at random."""
