@@ -58,7 +58,7 @@ NEAR = {
     "losses": ["tests/losses"],
     "buffers": ["tests/test_buffers.py", "tests/checkpointing"],
     "tensor_tree": ["tests/test_tensor_tree.py", "tests/checkpointing"],
-    "randomness": ["tests/checkpointing"],
+    "randomness": ["tests/test_randomness.py", "tests/tiling"],
     "applying": ["tests/applying"],
     "auditing": ["tests/auditing/test_comparison.py", "tests/auditing"],
 }
@@ -70,7 +70,7 @@ WIDER = {
     "losses": ["tests/tiling", "tests/applying"],
     "buffers": ["tests/tiling", "tests/applying"],
     "tensor_tree": ["tests/tiling", "tests/applying"],
-    "randomness": ["tests/auditing", "tests/tiling"],
+    "randomness": ["tests/checkpointing", "tests/auditing"],
     "applying": ["tests/checkpointing", "tests/integrations/test_transformers.py"],
     "auditing": ["tests/distributed/test_audit_ddp.py"],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.auditing.comparison import compare, error_beyond_rounding, relative_errors
+from lowtide.auditing.comparison import NOISE, compare, error_beyond_rounding, relative_errors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -45,3 +45,13 @@ def test_a_gradient_that_is_rounding_says_nothing_about_the_noise_of_a_run():
     assert error_beyond_rounding(first, again) == pytest.approx(1e-5, rel=0.02)
     assert error_beyond_rounding(first, again | {"zero": torch.tensor([0.0, 2e-6])}) > 40, "that is no rounding"
     assert error_beyond_rounding(first, again | {"weight": None}) == 1
+
+
+def test_an_error_is_rounding_up_to_the_floor_and_not_beyond_it():
+    """The floor of single precision is a millionth of the largest gradient; a difference of just that is rounding."""
+    first = {"weight": torch.tensor([2.0**20]), "small": torch.tensor([2.0])}
+    floor = NOISE[torch.float32] * 2.0**20
+    at_floor = {"weight": torch.tensor([2.0**20]), "small": torch.tensor([2.0 + floor], dtype=torch.float64)}
+    assert error_beyond_rounding(first, at_floor) == 0
+    beyond = {"weight": torch.tensor([2.0**20]), "small": torch.tensor([2.0 + 1.01 * floor], dtype=torch.float64)}
+    assert error_beyond_rounding(first, beyond) == pytest.approx(1.01 * floor / 2)
