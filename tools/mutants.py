@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 RECORD = ROOT / "docs" / "mutants.json"
+PAGE = ROOT / "CONTRIBUTING.md"
+SCORE = re.compile(r"noticed \d+ of \d+")
 ENGINE = [
     "checkpointing/*.py",
     "stores/*.py",
@@ -101,6 +103,7 @@ def main(arguments: list[str]) -> int:
         names = [mutant.name for mutant in chosen]
         print_verdicts([known for known in record["verdicts"] if known["name"] in names])
     write_record(record)
+    PAGE.write_text(with_score(PAGE.read_text(), record["summary"]))
     print(json.dumps(record["summary"]))
     return 0
 
@@ -300,6 +303,12 @@ def summary(record: list[dict[str, Any]]) -> dict[str, Any]:
     noticed = sum(counts[verdict] for verdict in NOTICED)
     judged = noticed + counts["survived"]
     return {"mutants": len(counted), **counts, "score": round(noticed / judged, 4) if judged else None}
+
+
+def with_score(text: str, counts: dict[str, Any]) -> str:
+    """Return the text of the page for contributors with the figures of a summary."""
+    noticed = sum(counts[verdict] for verdict in NOTICED)
+    return SCORE.sub(f"noticed {noticed} of {noticed + counts['survived']}", text)
 
 
 def read_record() -> dict[str, Any]:

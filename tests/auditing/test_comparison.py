@@ -49,9 +49,10 @@ def test_a_gradient_that_is_rounding_says_nothing_about_the_noise_of_a_run():
 
 def test_an_error_is_rounding_up_to_the_floor_and_not_beyond_it():
     """The floor of single precision is a millionth of the largest gradient; a difference of just that is rounding."""
-    first = {"weight": torch.tensor([2.0**20]), "small": torch.tensor([2.0])}
+    large = torch.tensor([2.0**20])
     floor = NOISE[torch.float32] * 2.0**20
-    at_floor = {"weight": torch.tensor([2.0**20]), "small": torch.tensor([2.0 + floor], dtype=torch.float64)}
+    first = {"weight": large, "small": torch.tensor([0.0, 2.0])}
+    at_floor = {"weight": large, "small": torch.tensor([floor, 2.0], dtype=torch.float64)}
+    beyond = {"weight": large, "small": torch.tensor([1.01 * floor, 2.0], dtype=torch.float64)}
     assert error_beyond_rounding(first, at_floor) == 0
-    beyond = {"weight": torch.tensor([2.0**20]), "small": torch.tensor([2.0 + 1.01 * floor], dtype=torch.float64)}
     assert error_beyond_rounding(first, beyond) == pytest.approx(1.01 * floor / 2)
