@@ -9,6 +9,9 @@
 #   make test-compat   the tests with the oldest supported transformers, which goes into .venv-compat
 #   make test-torch TORCH=2.15.0   the tests with another torch, which goes into .venv-torch-2.15.0 (some gigabytes);
 #                writes docs/versions.json and README's table
+#   make test-foreign   other packages' tests with Lowtide in the place of theirs, from .foreign and .venv-foreign;
+#                writes docs/foreign.json (ten minutes)
+#   make mutants SEED=1 COUNT=10   breaks the engine on purpose, ten times; writes docs/mutants.json (ARGS="--room stores")
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about ten minutes)
 #   make docs    the documentation site, in site/
@@ -21,10 +24,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS := .venv-peers/bin
 COMPAT := .venv-compat/bin
+FOREIGN := .venv-foreign/bin
+SEED ?= 1
+COUNT ?= 10
 PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans demo test test-all fuzz test-peers test-compat test-torch lint bench docs dist dist-check changelog hooks clean
+.PHONY: zoo plans demo test test-all fuzz test-peers test-compat test-torch test-foreign mutants lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
 	$(BIN)/lowtide demo
@@ -60,6 +66,12 @@ test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.ready)
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.15.0))
 	.venv-torch-$(TORCH)/bin/python tools/torch_versions.py $(PARALLEL) $(ARGS)
 
+test-foreign: .venv-foreign/.ready
+	$(FOREIGN)/python tools/foreign_tests.py
+
+mutants: .venv/.dev
+	$(BIN)/python tools/mutants.py --seed $(SEED) --count $(COUNT) $(ARGS)
+
 ZOO := $(BIN)/lowtide audit --zoo --resume --format json
 TRANSFORMERS = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('transformers'))")
 
@@ -92,7 +104,7 @@ hooks: .venv/.dev
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf .venv .venv-peers .venv-compat .venv-torch-* site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-compat .venv-foreign .foreign .venv-torch-* site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first: other packages then find it there and pull no other build of it.
 .venv/.torch: constraints.txt
@@ -124,6 +136,13 @@ clean:
 	$(BIN)/python -m venv .venv-compat
 	$(COMPAT)/python bench/share_packages.py .venv
 	$(COMPAT)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-compat.txt
+	@touch $@
+
+.venv-foreign/.ready: .venv/.dev constraints-foreign.txt
+	@echo "Setting up .venv-foreign (once)"
+	$(BIN)/python -m venv .venv-foreign
+	$(FOREIGN)/python bench/share_packages.py .venv
+	$(FOREIGN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-foreign.txt
 	@touch $@
 
 # Another torch on top of .venv. The pins do not hold for it: they name one torch.

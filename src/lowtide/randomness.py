@@ -30,7 +30,8 @@ class RandomState:
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._device = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), None)
         self._cpu = torch.get_rng_state()
-        self._devices, self._states = get_device_states(*tensors) if self._device else ([], [])
+        there = [tensor for tensor in tensors if tensor.device.type == self._device]
+        self._devices, self._states = get_device_states(*there) if there else ([], [])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState) or self._devices != other._devices:

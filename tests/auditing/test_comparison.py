@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.auditing.comparison import compare, error_beyond_rounding, relative_errors
+from lowtide.auditing.comparison import NOISE, compare, error_beyond_rounding, relative_errors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -45,3 +45,14 @@ def test_a_gradient_that_is_rounding_says_nothing_about_the_noise_of_a_run():
     assert error_beyond_rounding(first, again) == pytest.approx(1e-5, rel=0.02)
     assert error_beyond_rounding(first, again | {"zero": torch.tensor([0.0, 2e-6])}) > 40, "that is no rounding"
     assert error_beyond_rounding(first, again | {"weight": None}) == 1
+
+
+def test_an_error_is_rounding_up_to_the_floor_and_not_beyond_it():
+    """The floor of single precision is a millionth of the largest gradient; a difference of just that is rounding."""
+    large = torch.tensor([2.0**20])
+    floor = NOISE[torch.float32] * 2.0**20
+    first = {"weight": large, "small": torch.tensor([0.0, 2.0])}
+    at_floor = {"weight": large, "small": torch.tensor([floor, 2.0], dtype=torch.float64)}
+    beyond = {"weight": large, "small": torch.tensor([1.01 * floor, 2.0], dtype=torch.float64)}
+    assert error_beyond_rounding(first, at_floor) == 0
+    assert error_beyond_rounding(first, beyond) == pytest.approx(1.01 * floor / 2)

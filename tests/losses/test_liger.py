@@ -7,13 +7,14 @@ also the results.
 from __future__ import annotations
 
 import importlib.util
+import types
 
 import pytest
 import torch
 
 import lowtide
 from lowtide.errors import InvalidValueError
-from lowtide.losses.liger import use_liger
+from lowtide.losses.liger import liger_sum, use_liger
 from lowtide.losses.tile_loss import LossOptions
 from models.language_head import CLASSES, WIDTH, assert_close, gradients, problem, whole
 
@@ -75,6 +76,35 @@ def test_what_it_cannot_do_is_refused():
             lowtide.linear_cross_entropy(hidden, weight, labels, kernel="liger", **options)
     with pytest.raises(InvalidValueError, match="kernel must be"):
         lowtide.linear_cross_entropy(hidden, weight, labels, kernel="cuda")
+
+
+def test_what_the_kernel_is_given_and_what_becomes_of_its_results(monkeypatch):
+    """With a kernel made of torch in the place of Liger's."""
+
+    def forward(_input, weight, target, bias, *, ignore_index, label_smoothing, reduction, accum_dtype):
+        assert accum_dtype is torch.float32, "sums in low precision lose small gradients"
+        inputs = [_input, weight, bias]
+        asked = [tensor.requires_grad for tensor in inputs]
+        with torch.enable_grad():
+            settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+            loss = whole(_input, weight, target, bias=bias, **settings)
+        grads = torch.autograd.grad(loss, [tensor for tensor in inputs if tensor.requires_grad])
+        return loss.detach(), "more", *[grads[sum(asked[:i])] if asked[i] else "none" for i in range(3)]
+
+    stand_in = types.SimpleNamespace(fused_linear_cross_entropy_forward=forward)
+    monkeypatch.setattr("lowtide.losses.liger.importlib.import_module", lambda _: stand_in)
+    hidden, weight, bias, labels = (tensor.detach() for tensor in problem(lead=(9,)))
+    labels[::2] = 3
+    for needs in ((True, True, True), (True, False, True), (False, True, False)):
+        total, found = liger_sum(hidden, weight, bias, labels, LossOptions(3, 0.1), needs)
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        expected = whole(*leaves[:2], labels, bias=leaves[2], ignore_index=3, label_smoothing=0.1, reduction="sum")
+        wanted = torch.autograd.grad(expected, leaves)
+        assert_close([total], [expected])
+        for gradient, correct, need in zip(found, wanted, needs, strict=True):
+            assert (gradient is not None) == need
+            assert gradient is None or torch.equal(gradient, correct)
+    assert not hidden.requires_grad
 
 
 @pytest.mark.skipif(not HAS_LIGER, reason="liger-kernel and triton are not installed: make test-peers")

@@ -152,6 +152,14 @@ def test_autocast():
     )
 
 
+def test_autocast_leaves_double_precision_alone():
+    hidden, weight, bias, labels = problem()
+    expected = whole(hidden, weight, labels, bias=bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = lowtide.linear_cross_entropy(hidden, weight, labels, bias=bias, tokens=7)
+    assert_close([ours], [expected], 1e-12)
+
+
 def test_without_gradients():
     hidden, weight, _, labels = problem()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -232,6 +232,25 @@ def test_device_memory_is_not_overwritten_under_a_kernel_that_still_runs(store):
     assert not back.any().item()
 
 
+def test_device_memory_is_not_overwritten_under_a_kernel_of_the_stream_that_asked(sim, store):
+    """What was fetched ahead on one stream is computed with on another, and its memory goes back to the first."""
+    stored = put_away(store, torch.ones(NBYTES // 4, device=sim))
+    torch.accelerator.synchronize()
+    stored.prefetch()
+    simdevice.enable(bandwidth=SLOW)
+    side = torch.Stream(device=sim)
+    with side:
+        back = stored.get()
+        address, total = back.data_ptr(), back.sum()
+        del back
+    del stored
+    scratch = torch.zeros(NBYTES // 4, device=sim)
+    assert scratch.data_ptr() != address, "the side stream still reads it"
+    torch.accelerator.current_stream().wait_stream(side)
+    assert total.item() == NBYTES // 4
+    assert not scratch.any().item()
+
+
 def test_without_pinned_memory_it_goes_on_with_pageable_memory_and_counts_it(store, monkeypatch):
     empty = torch.empty
 

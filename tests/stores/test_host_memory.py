@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.stores.host_memory import ALIGNMENT, SlabPool
+from lowtide.stores.host_memory import ALIGNMENT, SLAB_BYTES, SlabPool, pinned_for
 
 SLAB = 8 * ALIGNMENT
 CPU = torch.device("cpu")
@@ -116,3 +116,13 @@ def test_a_slab_serves_one_device():
     (third,) = slabs.allocate(100, torch.device("sim", 0))
     assert first.slab is third.slab
     assert second.slab is not first.slab
+
+
+@pytest.mark.parametrize(
+    ("slabs", "reserved"), [(0, 0), (0.5, 1), (1, 1), (1.5, 2), (2, 2), (2.5, 4), (4, 4), (4.5, 8)]
+)
+def test_what_is_pinned_for_so_many_bytes(slabs, reserved):
+    """Slabs grow as the pool does: each is as large as all before it, up to the largest."""
+    smallest, largest = SLAB_BYTES
+    assert largest >= 4 * smallest
+    assert pinned_for(int(slabs * smallest)) == reserved * smallest

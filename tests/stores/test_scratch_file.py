@@ -88,6 +88,7 @@ def test_short_writes_and_reads_go_on_where_they_stopped(tmp_path, faulty, at_mo
     taken.read(extent, buffer_of(target))
     assert torch.equal(source, target)
     assert len(faulty.calls) >= 6
+    assert (taken.written, taken.read_back) == (8 * PAGE, 8 * PAGE)
 
 
 @pytest.mark.parametrize("at_most", [0, 100])
