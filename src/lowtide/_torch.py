@@ -307,6 +307,15 @@ def hooks_of(module: nn.Module) -> dict[str, dict[int, Any]]:
     return {kind: getattr(module, kind) for kind in kinds}
 
 
+def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]:
+    """Return the dictionaries of a module's hooks before and after forward, and those that say which take keywords.
+
+    `Module._forward_pre_hooks`, `_forward_hooks` and their `_with_kwargs`, 2.10. Public replacement: none.
+    """
+    kwargs = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
+    return module._forward_pre_hooks, module._forward_hooks, *kwargs
+
+
 NON_PERSISTENT = "_non_persistent_buffers_set"
 """The attribute that names a module's buffers that are not in its state dict. 2.10. Public replacement: none."""
 

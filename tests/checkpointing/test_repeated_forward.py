@@ -154,6 +154,14 @@ def write_to_small_buffer_unseen(net):
     net[1].ema.data.mul_(0)
 
 
+def add_hook(net):
+    net[1].up.register_forward_hook(lambda _module, _args, out: out * 3)
+
+
+def remove_hook(net):
+    net[1].hook.remove()
+
+
 def nothing(net):
     pass
 
@@ -379,6 +387,22 @@ class Scales(Region):
 
     def forward(self, x):
         return super().forward(x) * self.factor
+
+
+class Hooked(Region):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook = self.up.register_forward_hook(self.double, with_kwargs=True)
+
+    @staticmethod
+    def double(_module, _args, _kwargs, out):
+        return out * 2
+
+
+@every_way
+@pytest.mark.parametrize("change", [add_hook, remove_hook])
+def test_a_hook_that_comes_or_goes_before_backward_changes_nothing(way, change):
+    assert_equal(gradients_after(way, change, Hooked), gradients_after(lambda net: net, nothing, Hooked))
 
 
 @every_way

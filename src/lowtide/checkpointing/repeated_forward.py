@@ -1,8 +1,8 @@
 """Lets a module's forward be run again in backward as if nothing had happened in between.
 
 When it first runs, it is noted what the module computes with: its weights, its buffers, the numbers in its attributes,
-and which of its parts are in training mode. When it runs again, it finds the same, or is refused; afterwards the module
-is as it was.
+which of its parts are in training mode, and their hooks. When it runs again, it finds the same, or is refused;
+afterwards the module is as it was.
 
 What a forward changes unseen is another matter: buffers and weights through `.data`, tensors and lists in attributes,
 Python's and NumPy's random numbers. So the first calls of a module are looked at closely (`Habits`): what such a call
@@ -23,6 +23,7 @@ from torch import nn
 from lowtide._torch import buffers_of, no_dispatch_modes
 from lowtide.attributes import NO_ATTRIBUTES, AttributeHabits, AttributeLook
 from lowtide.buffers import Snapshot
+from lowtide.checkpointing.noted_hooks import NotedHooks
 from lowtide.errors import InPlaceError
 from lowtide.randomness import HostRandomState
 from lowtide.weights import (
@@ -95,6 +96,7 @@ class RepeatedForward:
         self._name = f"region {name!r}"
         self._habits = habits
         self._weights: list[Weight] | None = None
+        self._hooks: NotedHooks | None = None
         self._attributes = NO_ATTRIBUTES
         self._before: Snapshot | None = None
         """The buffers before the first run, as long as that lasts."""
@@ -107,12 +109,16 @@ class RepeatedForward:
         are_weights_as_noted = are_as_noted(self._weights)
         # The first run itself may ask for a gradient, and with it for a second run.
         buffers = self._buffers if self._before is None else self._before.noted(self._habits.writes_unseen)
-        if are_weights_as_noted and buffers is None and self._random is None and self._attributes.are_unchanged():
+        are_hooks_as_noted = self._hooks is None or self._hooks.are_unchanged()
+        are_objects_as_noted = are_weights_as_noted and are_hooks_as_noted
+        if are_objects_as_noted and buffers is None and self._random is None and self._attributes.are_unchanged():
             return self._function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             if not are_weights_as_noted:
                 check_unchanged(self._weights, self._name)
                 stack.enter_context(as_in_forward(self._weights))
+            if self._hooks is not None and not are_hooks_as_noted:
+                stack.enter_context(self._hooks.restored())
             if buffers is not None:
                 stack.enter_context(buffers.restored(self._name))
             stack.enter_context(self._attributes.restored())
@@ -124,6 +130,7 @@ class RepeatedForward:
         parts, habits = parts_of(*self.modules), self._habits
         self._weights = weights_in(parts, skip_first=self._is_forward)
         self._before = Snapshot(parts) if any(map(buffers_of, parts)) else None
+        self._hooks = NotedHooks(parts)
         self._attributes = habits.attributes.note(parts)
         self._random = HostRandomState() if habits.looks_left or habits.draws_on_host else None
         look = _Look(parts, self._weights) if habits.looks_left else None
