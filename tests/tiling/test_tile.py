@@ -384,3 +384,23 @@ def test_inside_torch_compile():
 
     torch._dynamo.reset()
     assert_close(results(mlp, step, x), results(mlp, lambda x: mlp(F.relu(x)), x))
+
+
+def test_a_tile_may_take_a_gradient_of_its_own():
+    """Forces, energies: it asks for saved tensors while it still runs, and saves more afterwards."""
+    linear = nn.Linear(8, 8, dtype=torch.double)
+
+    def with_force(x):
+        y = linear(x).tanh()
+        (force,) = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
+        return (y + force).square()
+
+    def gradients(run):
+        linear.zero_grad()
+        x = torch.randn(3, 10, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        run(x).sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    ours, plain = gradients(lambda x: lowtide.tile(with_force, x, tokens=7)), gradients(with_force)
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

@@ -292,7 +292,8 @@ class _Tile:
 
     def get(self, number: int) -> torch.Tensor:
         """Return a dropped tensor. Each is handed out once; if it is asked for again, the tile is run again."""
-        if not self._recomputed or self._recomputed[number] is None:
+        # A tile that takes a gradient of its own asks while it runs, and has saved more since.
+        if number >= len(self._recomputed) or self._recomputed[number] is None:
             self._recompute()
         tensor, version = self._recomputed[number]  # type: ignore[misc]  # it was just computed
         self._recomputed[number] = None
