@@ -136,7 +136,8 @@ class RepeatedForward:
         look = _Look(parts, self._weights) if habits.looks_left else None
         result = self._function(*args, **kwargs)
         if look is not None:
-            self._learn(look, habits)
+            with no_dispatch_modes():
+                self._learn(look, habits)
         if self._before is not None:
             self._buffers, self._before = self._before.noted(habits.writes_unseen), None
         self._weights = without_moved(self._weights)
@@ -161,9 +162,10 @@ class _Look:
     """A close look at one call: attributes and the sums of weights, before and after."""
 
     def __init__(self, parts: list[nn.Module], weights: list[Weight]) -> None:
-        self.attributes = AttributeLook(parts)
         self._weights = [weight for weight in weights if weight.storage is not None and not weight.tensor.is_meta]
-        self._sums = [_sum(weight.tensor) for weight in self._weights]
+        with no_dispatch_modes():  # this is not the program's own work
+            self.attributes = AttributeLook(parts)
+            self._sums = [_sum(weight.tensor) for weight in self._weights]
 
     def check_weights(self, region: str) -> None:
         """Refuse a forward that changed the contents of a weight."""
@@ -179,6 +181,6 @@ class _Look:
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return one number that tells a changed weight from an unchanged one."""
     precise = torch.float32 if tensor.device.type == "mps" else torch.float64  # Apple's GPUs have no other
-    with torch.no_grad(), no_dispatch_modes():
+    with torch.no_grad():
         total = tensor.sum(dtype=precise if tensor.is_floating_point() else None)
         return total.nan_to_num() if total.is_floating_point() else total
