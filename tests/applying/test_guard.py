@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.applying import guard, region_runtime
+from lowtide.counters import RegionLedger
 from lowtide.errors import CacheError, SilentNoOpError
 
 
@@ -327,3 +328,13 @@ class TestCaches:
         lowtide.apply(model, "recompute")
         with pytest.raises(CacheError, match=r"'expert\.0' is given a key-value cache with content"):
             model.run(model.expert, x, cache)
+
+
+def test_a_region_that_runs_often_without_gradients_is_hooked_once():
+    region = guard.WatchedRegion(lowtide.Policy.parse("recompute"), RegionLedger("layers.0"))
+    module, watching = nn.Linear(2, 2), guard.Guard(strict=True)
+    for _ in range(3):
+        watching.expect_no_gradient(region, module)
+    assert len(module.weight._post_accumulate_grad_hooks) == 1
+    watching.close()
+    assert not module.weight._post_accumulate_grad_hooks, "nothing is left on the parameter"
