@@ -41,6 +41,7 @@ SOURCE = ROOT / "src"
 RECORD = ROOT / "docs" / "mutants.json"
 PAGE = ROOT / "CONTRIBUTING.md"
 SCORE = re.compile(r"noticed \d+ of \d+")
+FIRST = re.compile(r"\d+ of \d+ were noticed")
 ENGINE = [
     "checkpointing/*.py",
     "stores/*.py",
@@ -68,7 +69,7 @@ NEAR = {
 WIDER = {
     "checkpointing": ["tests/test_torch_patch.py", "tests/applying"],
     "stores": ["tests/faults/test_disk_faults.py", "tests/checkpointing", "tests/applying"],
-    "tiling": ["tests/losses", "tests/applying"],
+    "tiling": ["tests/distributed/test_tile_fsdp2.py", "tests/losses", "tests/applying"],
     "losses": ["tests/tiling", "tests/applying"],
     "buffers": ["tests/tiling", "tests/applying"],
     "tensor_tree": ["tests/tiling", "tests/applying"],
@@ -113,6 +114,8 @@ def judge_all(mutants: list[Mutant], record: dict[str, Any], *, near: bool) -> N
     with Judge(near=near) as judge:
         for mutant in mutants:
             verdict = judge.verdict(mutant)
+            (before,) = [known for known in record["verdicts"] if known["name"] == mutant.name] or [verdict]
+            verdict["at_first"] = before.get("at_first", verdict["verdict"])
             others = [known for known in record["verdicts"] if known["name"] != mutant.name]
             record["verdicts"] = [*others, verdict]
             write_record(record)
@@ -294,7 +297,11 @@ def tidy(record: list[dict[str, Any]], mutants: dict[str, Mutant]) -> list[dict[
 
 
 def summary(record: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the verdicts of a record. The score leaves out what nothing can notice, and code that is gone."""
+    """Count the verdicts of a record. The score leaves out what nothing can notice, and code that is gone.
+
+    Tests are written for survivors, so the score of a record rises towards one. How many of all were noticed when they
+    were judged first says more about faults that nobody has thought of.
+    """
     counted = [known for known in record if is_there(known) or known["verdict"] in NOTICED]
     counts = {
         verdict: sum(known["verdict"] == verdict for known in counted)
@@ -302,13 +309,21 @@ def summary(record: list[dict[str, Any]]) -> dict[str, Any]:
     }
     noticed = sum(counts[verdict] for verdict in NOTICED)
     judged = noticed + counts["survived"]
-    return {"mutants": len(counted), **counts, "score": round(noticed / judged, 4) if judged else None}
+    at_first = {"judged": len(record), "noticed": sum(known["at_first"] in NOTICED for known in record)}
+    return {
+        "mutants": len(counted),
+        **counts,
+        "score": round(noticed / judged, 4) if judged else None,
+        "at_first": at_first,
+    }
 
 
 def with_score(text: str, counts: dict[str, Any]) -> str:
     """Return the text of the page for contributors with the figures of a summary."""
     noticed = sum(counts[verdict] for verdict in NOTICED)
-    return SCORE.sub(f"noticed {noticed} of {noticed + counts['survived']}", text)
+    first = counts["at_first"]
+    text = SCORE.sub(f"noticed {noticed} of {noticed + counts['survived']}", text)
+    return FIRST.sub(f"{first['noticed']} of {first['judged']} were noticed", text)
 
 
 def read_record() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.applying import guard, region_runtime
+from lowtide.counters import RegionLedger
 from lowtide.errors import CacheError, SilentNoOpError
 
 
@@ -409,3 +410,13 @@ class TestSmallRegions:
         why = "hidden in an object of an unknown kind" if isinstance(hide(torch.ones(1)), Box) else "16384 bytes are in"
         with pytest.raises(SilentNoOpError, match=rf"'tower\.0'.*{why}"):
             model(torch.randn(64, 32, device=sim, requires_grad=True)).sum().backward()
+
+
+def test_a_region_that_runs_often_without_gradients_is_hooked_once():
+    region = guard.WatchedRegion(lowtide.Policy.parse("recompute"), RegionLedger("layers.0"))
+    module, watching = nn.Linear(2, 2), guard.Guard(strict=True)
+    for _ in range(3):
+        watching.expect_no_gradient(region, module)
+    assert len(module.weight._post_accumulate_grad_hooks) == 1
+    watching.close()
+    assert not module.weight._post_accumulate_grad_hooks, "nothing is left on the parameter"

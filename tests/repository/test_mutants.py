@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs" / "mutants.json").read_text())
 VERDICTS = RECORD["verdicts"]
-FIELDS = {"name", "file", "line", "function", "operator", "before", "after", "number", "verdict", "seconds"}
+FIELDS = {"name", "file", "line", "function", "operator", "before", "after", "number", "verdict", "at_first", "seconds"}
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ class TestTheRecord:
 
     def test_the_page_for_contributors_gives_the_score(self, tool):
         page = (ROOT / "CONTRIBUTING.md").read_text()
-        assert len(tool.SCORE.findall(page)) == 1
+        assert len(tool.SCORE.findall(page)) == len(tool.FIRST.findall(page)) == 1
         assert tool.with_score(page, RECORD["summary"]) == page
 
 
@@ -201,8 +201,9 @@ class TestJudging:
 
 def test_a_record_is_tidied(tool):
     (mutant, *_) = tool.all_mutants()
-    known = tool.entry(mutant) | {"verdict": "survived", "seconds": 1, "line": -1}
+    known = tool.entry(mutant) | {"verdict": "survived", "at_first": "survived", "seconds": 1, "line": -1}
     gone = known | {"name": "gone"}
     tidied = tool.tidy([known, gone], {mutant.name: mutant})
     assert [(k["line"], k.get("obsolete", False)) for k in tidied] == [(mutant.line, False), (-1, True)]
     assert tool.summary(tidied)["survived"] == 1
+    assert tool.summary(tidied)["at_first"] == {"judged": 2, "noticed": 0}

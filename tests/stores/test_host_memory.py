@@ -21,6 +21,7 @@ def pool(limit: int | None = None) -> SlabPool:
 
 def test_small_pieces_share_a_slab():
     slabs = pool()
+    assert (slabs.used, slabs.reserved, slabs.peak) == (0, 0, 0)
     taken = [slabs.allocate(100, CPU) for _ in range(8)]
     assert slabs.reserved == SLAB
     assert slabs.used == 8 * ALIGNMENT

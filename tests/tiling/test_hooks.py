@@ -252,3 +252,17 @@ def test_a_buffer_is_as_it_was_if_the_module_is_refused_after_its_call():
     with pytest.raises(NotTokenWiseError):
         net(x())
     assert net[0].mlp.calls == 0
+
+
+def test_a_hook_does_not_hide_a_buffer_that_only_the_first_call_changes():
+    """The trial comes after the call in which the hook is watched, and must begin where that call began."""
+
+    def change(mlp):
+        mlp.register_buffer("seen", torch.zeros(1, dtype=torch.bool))
+        mlp.up.register_forward_pre_hook(lambda _module, args: mlp.seen.logical_or_(args[0].mean() > 0))
+        mlp.act.register_forward_hook(lambda _module, _args, y: 2 * y * torch.where(mlp.seen, 1.0, 0.5))
+
+    net = tiled(stack(change))
+    with pytest.raises(NotTokenWiseError):
+        net(x())
+    assert not net[0].mlp.seen.any()

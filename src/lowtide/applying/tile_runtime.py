@@ -85,10 +85,12 @@ class TileRuntime:
                 output = self._run(call, [])
         except Exception as failure:  # noqa: BLE001  (raised below, unless the trial can tell the reason)
             error = failure
+        noted = before.noted(lambda *_: True)
         try:
-            self._judge(trial, watch.changing, call, case)
+            with noted.restored(self._ledger.name):  # the trial begins where the call began
+                self._judge(trial, watch.changing, call, case)
         except NotTokenWiseError as refusal:
-            before.changed().restore()
+            noted.restore()
             raise refusal from error
         if error is not None:
             raise error
