@@ -31,7 +31,7 @@ _CONTAINERS = (list, dict, set)
 _SIMPLE = frozenset({*_NUMBERS, *_CONTAINERS})
 _OWN = frozenset(vars(nn.Module())) | {"forward"}
 """What every module has, which is torch's business, and what a policy puts there."""
-_LIBRARIES = ("accelerate", "deepspeed", "peft", "torch", "transformers", "builtins")
+_LIBRARIES = ("accelerate", "builtins", "deepspeed", "lowtide", "peft", "torch", "transformers")
 _MISSING = object()
 
 

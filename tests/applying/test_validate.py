@@ -110,7 +110,13 @@ def test_what_is_refused_changes_nothing():
 @pytest.mark.parametrize("probe", [False, True])
 def test_without_a_probe_a_module_is_not_tried_out(monkeypatch: pytest.MonkeyPatch, probe: bool):
     tried: list[str] = []
-    monkeypatch.setattr(tile_runtime, "check_token_wise", lambda name, *_: tried.append(name))
+
+    class NotedTrial(tile_runtime.Trial):
+        def __init__(self, name: str, *rest: Any) -> None:
+            tried.append(name)
+            super().__init__(name, *rest)
+
+    monkeypatch.setattr(tile_runtime, "Trial", NotedTrial)
     model = LanguageModel()
     applied = apply_policy(model, "tile(mlp, tokens=4)", probe=probe)
     model(torch.randn(1, 12, 8)).sum().backward()

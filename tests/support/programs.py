@@ -322,10 +322,18 @@ def _differences(plain, ours, tolerance):
         elif value.shape != expected.shape or value.dtype != expected.dtype:
             yield name, f"{value.dtype} {tuple(value.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
         elif not torch.equal(value, expected):
-            off = float((value.double() - expected.double()).norm()) if _is_float(expected) else float("inf")
+            off = _distance(value, expected) if _is_float(expected) else float("inf")
             if not off <= tolerance * scale:
                 yield name, f"off by {off:.2g} of {float(expected.double().norm()):.2g}"
 
 
 def _is_float(value) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _distance(one, other):
+    """Numbers that are too large for both, or for neither, are no difference."""
+    one, other = one.double(), other.double()
+    if not torch.equal(one.isnan(), other.isnan()):
+        return float("inf")
+    return float((one.nan_to_num() - other.nan_to_num()).norm())
