@@ -104,6 +104,7 @@ class AttributeLook:
 
     def learn(self, habits: AttributeHabits, noted: NotedAttributes) -> None:
         """Compare with what is there now; add what changed to the habits and to what was noted before the call."""
+        noted.others = []
         for holder, before in self._before:
             held, now = vars(holder), _traces(holder)
             for name in before.keys() | now.keys():

@@ -359,8 +359,15 @@ class TakesGradient(Region):
         return y + force * self.ema.clone()
 
 
+class AveragesAndTakesGradient(Averages):
+    def forward(self, x):
+        y = super().forward(x)
+        (force,) = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
+        return y + force
+
+
 UNSEEN = [WritesUnseen, WritesTableUnseen, Counts, Initializes, Flags, Averages, ReplacesAverage, AveragesInDict]
-UNSEEN += [Remembers, Draws, TakesGradient]
+UNSEEN += [Remembers, Draws, TakesGradient, AveragesAndTakesGradient]
 
 
 @every_way

@@ -102,12 +102,14 @@ class RepeatedForward:
         """The buffers before the first run, as long as that lasts."""
         self._buffers: Snapshot | None = None
         self._random: HostRandomState | None = None
+        self._look: _Look | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._weights is None:
             return self._run_first(args, kwargs)
         are_weights_as_noted = are_as_noted(self._weights)
-        # The first run itself may ask for a gradient, and with it for a second run.
+        if self._look is not None:  # the first run itself asks for a gradient, and with it for a second run
+            self._learn(self._look)
         buffers = self._buffers if self._before is None else self._before.noted(self._habits.writes_unseen)
         are_hooks_as_noted = self._hooks is None or self._hooks.are_unchanged()
         are_objects_as_noted = are_weights_as_noted and are_hooks_as_noted
@@ -133,11 +135,10 @@ class RepeatedForward:
         self._hooks = NotedHooks(parts)
         self._attributes = habits.attributes.note(parts)
         self._random = HostRandomState() if habits.looks_left or habits.draws_on_host else None
-        look = _Look(parts, self._weights) if habits.looks_left else None
+        self._look = _Look(parts, self._weights) if habits.looks_left else None
         result = self._function(*args, **kwargs)
-        if look is not None:
-            with no_dispatch_modes():
-                self._learn(look, habits)
+        if self._look is not None:
+            self._finish(self._look)
         if self._before is not None:
             self._buffers, self._before = self._before.noted(habits.writes_unseen), None
         self._weights = without_moved(self._weights)
@@ -148,14 +149,22 @@ class RepeatedForward:
         """Whether the function is called inside the hooks of its first module."""
         return self._function is not self.modules[0] and not isinstance(self._function, types.FunctionType)
 
-    def _learn(self, look: _Look, habits: Habits) -> None:
-        habits.looks_left -= 1
-        look.check_weights(self._name)
-        look.attributes.learn(habits.attributes, self._attributes)
-        for part, name in () if self._before is None else self._before.unseen_changes():
-            habits.buffers.setdefault(part, set()).add(name)
-        habits.draws_on_host |= self._random != HostRandomState()
-        self._random = self._random if habits.draws_on_host else None
+    def _learn(self, look: _Look) -> None:
+        """Add to the habits what the first run has changed so far."""
+        with no_dispatch_modes():
+            look.attributes.learn(self._habits.attributes, self._attributes)
+            for part, name in () if self._before is None else self._before.unseen_changes():
+                self._habits.buffers.setdefault(part, set()).add(name)
+
+    def _finish(self, look: _Look) -> None:
+        """End a close look, when the first run is over."""
+        self._look = None
+        self._habits.looks_left -= 1
+        with no_dispatch_modes():
+            look.check_weights(self._name)
+        self._learn(look)
+        self._habits.draws_on_host |= self._random != HostRandomState()
+        self._random = self._random if self._habits.draws_on_host else None
 
 
 class _Look:
