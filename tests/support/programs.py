@@ -61,7 +61,7 @@ def random_program(source: random.Random) -> Program:
     regions = [_some(source, sorted(FEATURES), 2) for _ in range(count)]
     drawn = [source.choice(source.choice([usual, steps])) for _ in range(source.randint(1, 7))]
     if any("gradient inside" in feature for region in regions for feature in region):
-        # In a recompute, as in torch's, a gradient that is taken inside overwrites what `retain_grad` kept of the input.
+        # As with torch's checkpoint, a gradient that is taken inside overwrites what `retain_grad` kept of the input.
         drawn = ["forward" if step == "hidden gradients" else step for step in drawn]
     model = _some(source, MODEL_FEATURES, 1) if count else ()
     return Program(tuple(regions[:1] * count if alike else regions), (*drawn, *usual), model)
