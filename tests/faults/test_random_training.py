@@ -56,6 +56,14 @@ CORPUS = {
 }
 
 
+def engines() -> list[Engine]:
+    """Return all engines in `make fuzz`, else those without the emulated device.
+
+    Programs that fail in the middle of a step may leave its pinned memory in use, which tests after them count.
+    """
+    return ENGINES if MINUTES else [engine for engine in ENGINES if engine.device != "sim"]
+
+
 def check(program: Program, chosen: list[Engine], directory: str) -> dict[str, str]:
     """Run a program plain and with some engines, and return the verdicts; if one is wrong, a smallest program is."""
     suitable = [engine for engine in chosen if engine.suits(program)]
@@ -76,22 +84,22 @@ def judge(program: Program, engine: Engine, directory: str, plain: Outcome | Non
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_known_program(name, tmp_path):
-    check(CORPUS[name], ENGINES, str(tmp_path))
+    check(CORPUS[name], engines(), str(tmp_path))
 
 
 def search(seed: int, count: int, directory: str) -> collections.Counter:
     """Run random programs, each with a third of the engines, and count the verdicts of every engine."""
     source, tally = random.Random(seed), collections.Counter()  # noqa: S311
     for number in range(count):
-        tally.update(check(random_program(source), ENGINES[number % 3 :: 3], directory).items())
+        tally.update(check(random_program(source), engines()[number % 3 :: 3], directory).items())
     return tally
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed, tmp_path):
     tally = search(seed, 100, str(tmp_path))
-    equal = {engine.name for engine in ENGINES if tally[engine.name, "equal"]}
-    assert {engine.name for engine in ENGINES} - equal <= {"tile"}, tally  # which a Llama needs, and they are few
+    equal = {engine.name for engine in engines() if tally[engine.name, "equal"]}
+    assert {engine.name for engine in engines()} - equal <= {"tile"}, tally  # which a Llama needs, and they are few
 
 
 if MINUTES:

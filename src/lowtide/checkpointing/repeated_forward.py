@@ -132,7 +132,7 @@ class RepeatedForward:
         parts, habits = parts_of(*self.modules), self._habits
         self._weights = weights_in(parts, skip_first=self._is_forward)
         self._before = Snapshot(parts) if any(map(buffers_of, parts)) else None
-        self._hooks = NotedHooks(parts)
+        self._hooks = NotedHooks(parts[self._is_forward :])  # the function runs inside the hooks of its own module
         self._attributes = habits.attributes.note(parts)
         self._random = HostRandomState() if habits.looks_left or habits.draws_on_host else None
         self._look = _Look(parts, self._weights) if habits.looks_left else None
