@@ -526,6 +526,7 @@ def test_what_was_made_in_inference_mode_has_no_version_to_look_at():
     assert_equal([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.12 and before
 def test_a_closer_look_is_taken_at_the_first_calls_only():
     """Each look reads all weights and buffers once: a cost that must not stay."""
     net = stack(WritesUnseen)
