@@ -155,12 +155,16 @@ def _traces(holder: Any) -> dict[str, _Trace]:
 
 
 def _trace(value: Any) -> _Trace:
-    items = [value] if isinstance(value, torch.Tensor) else []
-    if isinstance(value, _CONTAINERS):
-        items = list(value.values()) if isinstance(value, dict) else list(value)
+    items = _items(value)
     versions = [version_if_any(item) for item in items if isinstance(item, torch.Tensor)]
     state = value.get_state() if isinstance(value, torch.Generator) else None
     return _Trace(value, items, versions, state, _recall(value))
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, _CONTAINERS) else [value]
 
 
 def _names_of_numbers(part: nn.Module) -> tuple[str, ...]:
@@ -168,21 +172,19 @@ def _names_of_numbers(part: nn.Module) -> tuple[str, ...]:
 
 
 def _recall(value: Any) -> Recall:
-    """Return a function that puts a copy of `value`, as it is now, into a place; large tensors it leaves alone."""
+    """Return a function that puts a copy of `value`, as it is now, into a place.
+
+    It leaves large tensors alone, and those with a graph: the graph holds what is noted, and would never be freed.
+    """
     if value is _MISSING:
         return _remove
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda _held, _name: value.set_state(state)
-    if isinstance(value, torch.Tensor):
-        if not _is_small_state(value):
-            return _leave
-        kept = value.detach().clone()
-        return lambda held, name: held.__setitem__(name, kept.clone())
-    if isinstance(value, _CONTAINERS):
-        kept_items = _copied(value)
-        return lambda held, name: held.__setitem__(name, _copied(kept_items))
-    return lambda held, name: held.__setitem__(name, value)
+    if not all(_is_small_state(item) for item in _items(value) if isinstance(item, torch.Tensor)):
+        return _leave
+    kept = _copied(value)
+    return lambda held, name: held.__setitem__(name, _copied(kept))
 
 
 def _put_back(value: Any) -> Recall:
@@ -200,15 +202,15 @@ def _leave(_held: dict[str, Any], _name: str) -> None:
     """Leave a place as it is."""
 
 
-def _copied(container: Any) -> Any:
-    """Return a copy of a list, a dictionary or a set, with copies of the small tensors in it."""
-    if isinstance(container, dict):
-        return {key: _copied_item(item) for key, item in container.items()}
-    return [_copied_item(item) for item in container] if isinstance(container, list) else set(container)
-
-
-def _copied_item(item: Any) -> Any:
-    return item.detach().clone() if isinstance(item, torch.Tensor) and _is_small_state(item) else item
+def _copied(value: Any) -> Any:
+    """Return a tensor's copy, a copy of a list, a dictionary or a set with copies of its tensors, or the number."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: item.detach().clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
+    if isinstance(value, list):
+        return [item.detach().clone() if isinstance(item, torch.Tensor) else item for item in value]
+    return set(value) if isinstance(value, set) else value
 
 
 def _is_small_state(tensor: torch.Tensor) -> bool:

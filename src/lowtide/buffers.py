@@ -40,7 +40,7 @@ class Snapshot:
         self._slots = [
             _Slot.of(part, name, attributes)
             for part in dict.fromkeys(parts)
-            if buffers_of(part) and (attributes := dict(vars(part)))
+            if buffers_of(part) and (attributes := _attributes(part))
             for name, buffer in buffers_of(part).items()
             if buffer is not None and may_change(buffer)
         ]
@@ -141,7 +141,7 @@ class _Slot:
 
     def again(self, *, content: bool) -> Self:
         """Return what the module holds now in this place, and what the noted buffer contains now."""
-        attributes = None if self.attributes is None else dict(vars(self.module))
+        attributes = None if self.attributes is None else _attributes(self.module)
         value = self.buffer.detach().clone() if content and self.buffer is not None else None
         held = buffers_of(self.module).get(self.name)
         return dataclasses.replace(self, buffer=held, value=value, attributes=attributes)
@@ -163,10 +163,19 @@ class _Slot:
             self.buffer.data.copy_(self.value)
 
 
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what a module holds, but for tensors with a graph: it holds the snapshot, and would never be freed."""
+    return {name: value for name, value in vars(module).items() if not _has_graph(value)}
+
+
 def _restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in now.keys() - before.keys():
+    for name in [name for name, value in now.items() if name not in before and not _has_graph(value)]:
         del now[name]
     now.update(before)
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def may_change(buffer: Tensor) -> bool:

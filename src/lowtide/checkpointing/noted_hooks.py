@@ -1,14 +1,20 @@
-"""Notes the forward hooks of a module's parts: a hook that is added or removed before backward changes no recompute."""
+"""Notes the forward hooks of a module's parts: a hook that is added or removed before backward changes no recompute.
+
+What is noted lives as long as the graph, and a hook may hold tensors of that graph: then neither would ever be freed.
+So hooks are held weakly, but for plain functions that hold nothing. A removed hook that nobody else holds is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch import forward_hooks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -19,7 +25,7 @@ class NotedHooks:
     def __init__(self, parts: list[nn.Module]) -> None:
         self._places = [place for part in parts for place in forward_hooks_of(part)]
         self._keys = [*map(tuple, self._places)]
-        self._hooks = [(place, dict(place)) for place in self._places if place]
+        self._hooks = [{key: _held(hook) for key, hook in place.items()} if place else {} for place in self._places]
 
     def are_unchanged(self) -> bool:
         """Return whether the parts have the same hooks. Each hook has a number that no other gets."""
@@ -29,14 +35,24 @@ class NotedHooks:
     def restored(self) -> Iterator[None]:
         """Let the parts have the hooks that were noted inside, and afterwards those that they have now."""
         now = [(place, dict(place)) for place in self._places]
-        noted = {id(place): hooks for place, hooks in self._hooks}
         try:
-            for place, _ in now:
-                _fill(place, noted.get(id(place), {}))
+            for (place, hooks), noted in zip(now, self._hooks, strict=True):
+                found = {key: hooks.get(key, held()) for key, held in noted.items()}
+                _fill(place, {key: hook for key, hook in found.items() if hook is not None})
             yield
         finally:
             for place, hooks in now:
                 _fill(place, hooks)
+
+
+def _held(hook: Any) -> Callable[[], Any]:
+    """Return a function that returns the hook, as long as it may or can be had."""
+    if isinstance(hook, bool) or (isinstance(hook, types.FunctionType) and not hook.__closure__):
+        return lambda: hook
+    try:
+        return weakref.WeakMethod(hook) if isinstance(hook, types.MethodType) else weakref.ref(hook)
+    except TypeError:  # an object that cannot be referred to weakly
+        return lambda: None
 
 
 def _fill(place: dict[int, Any], hooks: dict[int, Any]) -> None:
