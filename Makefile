@@ -123,26 +123,13 @@ clean:
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# Peers sit on top of .venv, without their own dependencies: none of them may replace what the tests run with.
-.venv-peers/.ready: .venv/.dev constraints-peers.txt
-	@echo "Setting up .venv-peers (once)"
-	$(BIN)/python -m venv .venv-peers
-	$(PEERS)/python bench/share_packages.py .venv
-	$(PEERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-peers.txt
-	@touch $@
-
-.venv-compat/.ready: .venv/.dev constraints-compat.txt
-	@echo "Setting up .venv-compat (once)"
-	$(BIN)/python -m venv .venv-compat
-	$(COMPAT)/python bench/share_packages.py .venv
-	$(COMPAT)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-compat.txt
-	@touch $@
-
-.venv-foreign/.ready: .venv/.dev constraints-foreign.txt
-	@echo "Setting up .venv-foreign (once)"
-	$(BIN)/python -m venv .venv-foreign
-	$(FOREIGN)/python bench/share_packages.py .venv
-	$(FOREIGN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-foreign.txt
+# Peers, compat and foreign sit on top of .venv, without dependencies of their own: none may replace what the tests run
+# with.
+.venv-peers/.ready .venv-compat/.ready .venv-foreign/.ready: .venv-%/.ready: .venv/.dev constraints-%.txt
+	@echo "Setting up .venv-$* (once)"
+	$(BIN)/python -m venv .venv-$*
+	.venv-$*/bin/python bench/share_packages.py .venv
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-$*.txt
 	@touch $@
 
 # Another torch on top of .venv. The pins do not hold for it: they name one torch.

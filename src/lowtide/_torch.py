@@ -17,7 +17,7 @@ import importlib
 import inspect
 import operator
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_m
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.autograd.graph import Node
@@ -316,6 +316,28 @@ def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any],
     return module._forward_pre_hooks, module._forward_hooks, *kwargs
 
 
+def have_buffers(modules: list[nn.Module]) -> bool:
+    """Return whether one of the modules has a buffer of its own.
+
+    `Module._buffers`, 2.10. Public replacement: none.
+    """
+    for module in modules:  # noqa: SIM110  (twice as fast as any(), and this runs at each call of a region)
+        if module._buffers:
+            return True
+    return False
+
+
+def have_forward_hooks(modules: list[nn.Module]) -> bool:
+    """Return whether one of the modules has a hook before or after its forward.
+
+    `Module._forward_pre_hooks` and `_forward_hooks`, 2.10. Public replacement: none.
+    """
+    for module in modules:  # noqa: SIM110  (twice as fast as any(), and this runs at each call of a region)
+        if module._forward_hooks or module._forward_pre_hooks:
+            return True
+    return False
+
+
 NON_PERSISTENT = "_non_persistent_buffers_set"
 """The attribute that names a module's buffers that are not in its state dict. 2.10. Public replacement: none."""
 
@@ -430,15 +452,26 @@ CHECKPOINT_KEYWORDS = frozenset({"use_reentrant"}) | frozenset(
 Whatever is not among them belongs to the function that is checkpointed. 2.14 added `respect_saved_tensors_hooks`.
 """
 
+_KNOWS_OTHERS_HOOKS = "respect_saved_tensors_hooks" in CHECKPOINT_KEYWORDS
+
+
+class CheckpointSettings(NamedTuple):
+    """The settings of torch's checkpoint, in the order in which its generator takes them.
+
+    `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, 2.10. Public replacement: none.
+    """
+
+    preserve_rng_state: bool = True
+    context_fn: Callable[[], Any] = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+
 
 def non_reentrant_checkpoint(
     function: Callable[..., T],
-    *args: Any,
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    early_stop: bool = True,
+    tensors: Sequence[torch.Tensor],
+    settings: CheckpointSettings,
     respect_saved_tensors_hooks: bool | None = None,
 ) -> T:
     """Run torch's non-reentrant checkpoint itself: its public name is what frameworks replace, and so do we.
@@ -447,23 +480,16 @@ def non_reentrant_checkpoint(
     `fn, args, kwargs, *, ...` on torch's main branch. Public replacement: `torch.utils.checkpoint.checkpoint`, were it
     not replaced.
     """
-    options: dict[str, Any] = {
-        "preserve_rng_state": preserve_rng_state,
-        "context_fn": context_fn,
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-    }
-    if "respect_saved_tensors_hooks" in CHECKPOINT_KEYWORDS:
-        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
     if _TAKES_TUPLES:
-        steps = _generator(function, args, {}, **options)
+        hooks = {"respect_saved_tensors_hooks": respect_saved_tensors_hooks}
+        steps = _generator(function, tuple(tensors), {}, **settings._asdict(), **hooks)
+    elif _KNOWS_OTHERS_HOOKS:
+        steps = _generator(function, *settings, *tensors, respect_saved_tensors_hooks=respect_saved_tensors_hooks)
     else:
-        hooks = {name: options.pop(name) for name in ("respect_saved_tensors_hooks",) if name in options}
-        steps = _generator(function, *options.values(), *args, **hooks)
+        steps = _generator(function, *settings, *tensors)
     next(steps)
     try:
-        result = function(*args)
+        result = function(*tensors)
     except BaseException as error:
         steps.throw(error)
         raise
@@ -493,12 +519,16 @@ def hooks_module() -> str | None:
     return None if hooks is None else getattr(hooks[0], "__module__", None)
 
 
+CHECKPOINT_HOOKS = "torch.utils.checkpoint"
+"""What `hooks_module` returns inside a checkpoint."""
+
+
 def is_inside_checkpoint() -> bool:
     """Return whether a checkpoint around this place decides what is saved; then its hooks must see the inputs.
 
     Told by `hooks_module`, 2.10. Public replacement: none.
     """
-    return hooks_module() == "torch.utils.checkpoint"
+    return hooks_module() == CHECKPOINT_HOOKS
 
 
 OFFLOAD_POLICIES = tuple(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Hashable
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Recall = Callable[[dict[str, Any], str], object]
+    _Numbers = tuple[list[str], Callable[[dict[str, Any]], tuple[Any, ...]]]
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set)
@@ -40,15 +42,19 @@ class AttributeHabits:
 
     def __init__(self) -> None:
         self._layout: list[int] = []
-        self._numbers: list[tuple[str, ...]] = []
+        self._numbers: list[_Numbers] = []
         self._changing: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def note(self, parts: list[nn.Module]) -> NotedAttributes:
         """Note the numbers of all parts, and what is known to change."""
         layout = [*map(id, parts)]
         if layout != self._layout:
-            self._layout, self._numbers = layout, [_names_of_numbers(part) for part in parts]
-        noted = NotedAttributes(parts, self._numbers)
+            self._layout, self._numbers = layout, [*map(_numbers_of, parts)]
+        try:
+            noted = NotedAttributes(parts, self._numbers)
+        except KeyError:  # an attribute is gone
+            self._numbers = [*map(_numbers_of, parts)]
+            noted = NotedAttributes(parts, self._numbers)
         if self._changing:
             known = [(vars(holder), name) for holder, names in self._changing.items() for name in names]
             noted.others = [(held, name, _recall(held.get(name, _MISSING))) for held, name in known]
@@ -63,23 +69,30 @@ class AttributeHabits:
 class NotedAttributes:
     """The attributes of a module's parts as they were when a forward began."""
 
-    def __init__(self, parts: list[nn.Module], names: list[tuple[str, ...]]) -> None:
-        pairs = [(vars(part), own) for part, own in zip(parts, names, strict=True)]
-        self._numbers = [(held, own, [*map(held.get, own)]) for held, own in pairs]
+    def __init__(self, parts: list[nn.Module], numbers: list[_Numbers]) -> None:
+        self._parts = parts
+        self._numbers = numbers
+        self._values = self._current_values()
         self.others: list[tuple[dict[str, Any], str, Recall]] = []
+
+    def _current_values(self) -> list[tuple[Any, ...]]:
+        return [get(part.__dict__) for part, (_, get) in zip(self._parts, self._numbers, strict=True)]
 
     def are_unchanged(self) -> bool:
         """Return whether the numbers are what they were, and there is nothing else to put back."""
-        return not self.others and all([*map(held.get, names)] == values for held, names, values in self._numbers)
+        try:
+            return not self.others and self._current_values() == self._values
+        except KeyError:  # an attribute is gone
+            return False
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let the parts find their attributes inside as they were noted, and leave them as they are now."""
         numbers = [
-            (held, name, _recall(value))
-            for held, names, values in self._numbers
+            (vars(part), name, _recall(value))
+            for part, (names, _), values in zip(self._parts, self._numbers, self._values, strict=True)
             for name, value in zip(names, values, strict=True)
-            if held.get(name, _MISSING) != value
+            if vars(part).get(name, _MISSING) != value
         ]
         places = [*numbers, *self.others]
         now = [(held, name, _put_back(held.get(name, _MISSING))) for held, name, _ in places]
@@ -167,8 +180,12 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, _CONTAINERS) else [value]
 
 
-def _names_of_numbers(part: nn.Module) -> tuple[str, ...]:
-    return ("training", *(n for n, value in vars(part).items() if type(value) in _NUMBERS and n not in _OWN))
+def _numbers_of(part: nn.Module) -> _Numbers:
+    """Return the names of a part's numbers, and a function that gets all of them from its dictionary at once."""
+    names = [n for n, value in vars(part).items() if type(value) in _NUMBERS and (n not in _OWN or n == "training")]
+    if len(names) == 1:
+        names *= 2  # an itemgetter of one name returns no tuple
+    return names, operator.itemgetter(*names) if names else lambda _held: ()
 
 
 def _recall(value: Any) -> Recall:

@@ -31,9 +31,8 @@ _WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
 """Kinds of tensors that have memory of their own; a subclass may be a wrapper around others."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
-    index: int
+class _Slot(int):
+    """The number of the tensor that belongs here."""
 
 
 class TensorTree:
@@ -54,7 +53,7 @@ class TensorTree:
         it had in forward. With a copy the recompute sees what forward saw, and updates nothing a second time. A tensor
         that shares memory with another one, or with `buffers`, is left alone: what changes the one changes the other.
         """
-        small = [index for index, tensor in enumerate(tensors) if _is_small_state(tensor)]
+        small = [i for i, tensor in enumerate(tensors) if not tensor.requires_grad and _is_small_state(tensor)]
         if not small or transforms_around():
             return tensors
         plain = [tensor for tensor in (*tensors, *buffers) if tensor.is_cpu and type(tensor) in _WITH_STORAGE]
@@ -82,8 +81,25 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], TensorTree]:
     return tensors, TensorTree(tree, may_hide_tensors=not is_plain)
 
 
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], TensorTree]:
+    """Return what `flatten((args, kwargs))` does, in no time for a call with one tensor."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return [*args], _OneTensor(None)
+    return flatten((args, kwargs))
+
+
+class _OneTensor(TensorTree):
+    """The arguments of a call whose only argument is a tensor."""
+
+    __slots__ = ()
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the arguments and keywords with this tensor."""
+        return tuple(self._with_copies(tensors) if self._copies else tensors), {}
+
+
 def _is_small_state(tensor: torch.Tensor) -> bool:
-    if not tensor.is_cpu or tensor.requires_grad or type(tensor) is not torch.Tensor:
+    if not tensor.is_cpu or type(tensor) is not torch.Tensor:
         return False
     is_small = tensor.layout is torch.strided and tensor.nbytes <= COPIED_BYTES
     return is_small and not is_view(tensor) and not vars(tensor)  # a copy has no attributes of its own
@@ -140,7 +156,7 @@ def _fill(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         build, items, filled = around[-1]
         for item in items:
             if type(item) is _Slot:
-                filled.append(tensors[item.index])
+                filled.append(tensors[item])
             elif type(item) is _Container:
                 around.append((item.build, iter(item.items), []))
                 break

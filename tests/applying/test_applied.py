@@ -241,7 +241,9 @@ class TestGuard:
         """An engine that turned into a no-op: the region's forward runs, but nothing is run again."""
         from lowtide.applying import region_runtime
 
-        monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
+        monkeypatch.setattr(
+            region_runtime, "run_region", lambda forward, args, kwargs, *_, **__: forward(*args, **kwargs)
+        )
         model = build()
         lowtide.apply(model, "recompute")
         with pytest.raises(SilentNoOpError, match="expected a recompute in backward"):

@@ -10,14 +10,10 @@ from torch.nn import functional as F
 import lowtide
 from models.stacked import Block, assert_same, build, train_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at tensors
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's own look at tensors
+]
 
 
 def without_dropout(model):

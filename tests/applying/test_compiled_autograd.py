@@ -12,14 +12,10 @@ from lowtide.applying import region_runtime
 from lowtide.errors import SilentNoOpError, TransformError
 from models.stacked import assert_same, build, train_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at tensors
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's own look at tensors
+]
 
 
 def uncompiled(graph):
@@ -57,7 +53,7 @@ def test_gradients_are_bit_identical_behind_the_compiler(sim, policy):
 
 def test_the_guard_looks_in_the_next_forward(monkeypatch):
     """There is no callback after such a backward."""
-    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
+    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, *_, **__: forward(*args, **kwargs))
     model = build("cpu")
     lowtide.apply(model, "recompute")
     with compiled_autograd._enable(uncompiled):

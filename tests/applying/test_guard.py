@@ -55,7 +55,7 @@ class Stack(nn.Module):
 @pytest.fixture
 def idle(monkeypatch):
     """An engine that silently does nothing."""
-    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
+    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, *_, **__: forward(*args, **kwargs))
 
 
 @pytest.fixture

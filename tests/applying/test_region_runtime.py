@@ -20,7 +20,7 @@ def leaf(dtype=torch.float32):
 def test_the_guard_survives_a_backward_that_failed(sim, monkeypatch):
     from lowtide.applying import region_runtime
 
-    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, **_: forward(*args, **kwargs))
+    monkeypatch.setattr(region_runtime, "run_region", lambda forward, args, kwargs, *_, **__: forward(*args, **kwargs))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))).to(sim).train()
     lowtide.apply(model, "recompute")
     x = leaf()

@@ -43,9 +43,9 @@ def told(monkeypatch):
     module = sys.modules["lowtide.checkpointing.checkpoint"]  # the package has a function of that name
     seen, original = [], module.non_reentrant_checkpoint
 
-    def noted(*args, **options):
-        seen.append(options.get("respect_saved_tensors_hooks"))
-        return original(*args, **options)
+    def noted(function, tensors, settings, respect_saved_tensors_hooks):
+        seen.append(respect_saved_tensors_hooks)
+        return original(function, tensors, settings, respect_saved_tensors_hooks)
 
     monkeypatch.setattr(module, "non_reentrant_checkpoint", noted)
     return seen

@@ -11,9 +11,8 @@ import torch
 from lowtide._torch import is_functorch_wrapped, next_sequence_number, storage_key
 from lowtide.applying.caches import CACHE_KEYWORDS, cache_layers, is_cache, refuse_content
 from lowtide.checkpointing.checkpoint import run_region
+from lowtide.checkpointing.forward_state import Habits
 from lowtide.checkpointing.offload import offload_hooks
-from lowtide.checkpointing.repeated_forward import Habits
-from lowtide.checkpointing.transforms import refuse_without_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +48,11 @@ class RegionRuntime:
 
     def is_active(self, module: nn.Module) -> bool:
         """Return whether a backward may come. If it seems that none will, the guard sees to it that none does."""
-        if module.training and not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            return module.training or not self._guard.is_checked(self._region)
+        if module.training:
             self._guard.expect_no_gradient(self._region, module)
-        return torch.is_grad_enabled() and (module.training or not self._guard.is_checked(self._region))
+        return False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward under the policy in training, plainly in evaluation; the guard watches both."""
@@ -63,8 +64,6 @@ class RegionRuntime:
     def _train(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._policy.recompute or self._policy.offload:
-            refuse_without_hooks(self._ledger.name)
         if self._policy.offload:
             self._memory.enter(self._ledger.name)
         if self._policy.recompute:
@@ -73,8 +72,8 @@ class RegionRuntime:
                 forward,
                 args,
                 kwargs,
-                ledger=self._ledger,
-                schedule=self._schedule,
+                self._ledger,
+                self._schedule,
                 skip=self._memory.holds,
                 module=module,  # somebody may have wrapped its forward
                 habits=self._habits,

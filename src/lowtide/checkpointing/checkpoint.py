@@ -14,22 +14,23 @@ import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide._torch import (
+    CHECKPOINT_HOOKS,
     CHECKPOINT_KEYWORDS,
+    CheckpointSettings,
     disable_dynamo,
     hooks_module,
-    is_inside_checkpoint,
     non_reentrant_checkpoint,
     recomputation_stop,
     transforms_around,
 )
-from lowtide.checkpointing.repeated_forward import Habits, buffers_behind, repeated_forward
+from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import with_offload
 from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
 from lowtide.stores import HostStore, Store
-from lowtide.tensor_tree import TensorTree, flatten
+from lowtide.tensor_tree import TensorTree, flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,14 +96,11 @@ def checkpoint(
     hide behind the next region's compute. With the word `"host"` each call stands alone, and copies during its own
     forward.
     """
-    _check_keywords(kwargs, respect_saved_tensors_hooks)
-    options = {
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-        "preserve_rng_state": preserve_rng_state,
-        "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
-    }
+    if kwargs or respect_saved_tensors_hooks:
+        _check_keywords(kwargs, respect_saved_tensors_hooks)
+    settings = CheckpointSettings(
+        preserve_rng_state, context_fn or noop_context_fn, determinism_check, debug, early_stop
+    )
     if function is None:
         if args or kwargs:
             raise InvalidValueError(
@@ -110,8 +108,8 @@ def checkpoint(
                 f"{_listed(args, kwargs)}: pass arguments to the wrapped function"
             )
         as_schedule(offload)  # refused now rather than at the first call
-        return functools.partial(_wrap, offload, context_fn, options)
-    return _checkpoint(function, args, kwargs, offload, context_fn, options)
+        return functools.partial(_wrap, offload, settings, respect_saved_tensors_hooks)
+    return _checkpoint(function, args, kwargs, offload, settings, respect_saved_tensors_hooks)
 
 
 checkpoint.__module__ = "lowtide"
@@ -138,85 +136,94 @@ def _check_keywords(kwargs: dict[str, Any], respect_saved_tensors_hooks: bool | 
 
 def _wrap(
     offload: Literal["host"] | Store | Schedule | None,
-    context_fn: Callable[[], Any] | None,
-    options: dict[str, Any],
+    settings: CheckpointSettings,
+    respect_saved_tensors_hooks: bool | None,
     function: Callable[..., T],
 ) -> Callable[..., T]:
     """Return a function that checkpoints `function` with these settings whenever it is called."""
 
     @functools.wraps(function, updated=())
     def checkpointed(*args: Any, **kwargs: Any) -> T:
-        return _checkpoint(function, args, kwargs, offload, context_fn, options)
+        return _checkpoint(function, args, kwargs, offload, settings, respect_saved_tensors_hooks)
 
     return checkpointed
 
 
+@disable_dynamo
 def _checkpoint(
     function: Callable[..., T],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     offload: Literal["host"] | Store | Schedule | None,
-    context_fn: Callable[[], Any] | None,
-    options: dict[str, Any],
+    settings: CheckpointSettings,
+    respect_saved_tensors_hooks: bool | None,
 ) -> T:
-    schedule = as_schedule(offload)
+    schedule = None if offload is None else as_schedule(offload)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    ledger = RegionLedger(getattr(function, "__qualname__", type(function).__qualname__))
-    if context_fn is not None:
-        context_fn = with_offload(context_fn, lambda: schedule or Schedule(HostStore()), ledger)
+    is_module = isinstance(function, torch.nn.Module)  # which would look for a part of that name
+    named = type(function) if is_module or not hasattr(function, "__qualname__") else function
+    ledger = RegionLedger(named.__qualname__)
+    if settings.context_fn is not noop_context_fn:
+        contexts = with_offload(settings.context_fn, lambda: schedule or Schedule(HostStore()), ledger)
+        settings = settings._replace(context_fn=contexts)
     return run_region(
         function,
         args,
         kwargs,
-        ledger=ledger,
-        schedule=schedule,
-        context_fn=context_fn or noop_context_fn,
-        **options,
+        ledger,
+        schedule,
+        settings=settings,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
     )
 
 
-@disable_dynamo
+_DEFAULTS = CheckpointSettings()
+
+
 def run_region(
     function: Callable[..., T],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
     ledger: RegionLedger,
     schedule: Schedule | None,
+    *,
     skip: Callable[[torch.Tensor], bool] | None = None,
     module: torch.nn.Module | None = None,
     habits: Habits | None = None,
-    **options: Any,
+    settings: CheckpointSettings = _DEFAULTS,
+    respect_saved_tensors_hooks: bool | None = None,
 ) -> T:
     """Run one checkpointed call and count it in `ledger`. Its inputs go to the schedule's store, if there is one.
 
     `skip` names tensors that stay on the device. `module` is the one whose forward `function` is, where the function
-    does not tell, and `habits` is what earlier calls have shown about it. In a compiled function this is a graph break:
-    what is inside runs eagerly, unless it is compiled itself.
+    does not tell, and `habits` is what earlier calls have shown about it. Call it where the compiler does not look.
     """
     refuse_without_hooks(ledger.name)
     if schedule is not None:
         refuse_to_move(ledger.name)
-    function, args, kwargs = _unbind(function, args, kwargs)
-    function = repeated_forward(function, module, (*args, *kwargs.values()), ledger.name, habits)
-    tensors, tree = flatten((args, kwargs))
-    ledger.hidden += tree.may_hide_tensors or not tensors
-    tensors = tree.take_copies(tensors, buffers_behind(function))
-    replay = _Replay(function, args, kwargs, tree, ledger)
+    if isinstance(function, functools.partial):
+        function, args, kwargs = _unbind(function, args, kwargs)
+    state = state_of(function, module, args, kwargs, ledger.name, habits)
+    tensors, tree = flatten_call(args, kwargs)
+    if tree.may_hide_tensors or not tensors:
+        ledger.hidden += 1
+    tensors = tree.take_copies(tensors, () if state is None else state.buffers())
+    replay = _Replay(function, args, kwargs, tree, state, ledger)
     del args, kwargs
     ledger.forwards += 1
-    is_nested = is_inside_checkpoint()
+    hooks_around = hooks_module()
+    is_nested = hooks_around == CHECKPOINT_HOOKS
     ledger.nested += is_nested
-    if options.get("respect_saved_tensors_hooks") is None and (schedule is not None or _is_inside_offload()):
-        options["respect_saved_tensors_hooks"] = False  # the hooks around the call are ours: torch need not warn
+    if respect_saved_tensors_hooks is None and (schedule is not None or hooks_around == _OFFLOAD_HOOKS):
+        respect_saved_tensors_hooks = False  # the hooks around the call are ours: torch need not warn
     if schedule is None or is_nested:
-        return non_reentrant_checkpoint(replay, *tensors, **options)  # type: ignore[no-any-return]
+        return non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)  # type: ignore[no-any-return]
     call = schedule.begin(ledger, skip)
     replay.on_entry = call.on_packed
     try:
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-            result: T = non_reentrant_checkpoint(replay, *tensors, **options)
+            result: T = non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)
     except BaseException:
         schedule.forget(call)
         raise
@@ -224,9 +231,8 @@ def run_region(
     return result
 
 
-def _is_inside_offload() -> bool:
-    """Return whether the innermost saved-tensor hooks are those of `lowtide.offload`."""
-    return hooks_module() == "lowtide.checkpointing.offload"
+_OFFLOAD_HOOKS = "lowtide.checkpointing.offload"
+"""The module of the saved-tensor hooks of `lowtide.offload`."""
 
 
 def _unbind(
@@ -243,30 +249,45 @@ class _Replay:
     After the first run it holds the tree of the arguments, but none of their tensors.
     """
 
-    __slots__ = ("_first", "_function", "_ledger", "_transforms", "_tree", "on_entry")
+    __slots__ = ("_first", "_function", "_ledger", "_state", "_transforms", "_tree", "on_entry")
 
     def __init__(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tree: TensorTree, ledger: RegionLedger
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tree: TensorTree,
+        state: ForwardState | None,
+        ledger: RegionLedger,
     ) -> None:
         self._function = function
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._transforms = transforms_around()
         self._tree = tree
+        self._state = state
         self._ledger = ledger
         self.on_entry: Callable[[], None] | None = None
 
-    @disable_dynamo  # compiled autograd would look into the region
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        state = self._state
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             if self.on_entry is not None:
                 on_entry, self.on_entry = self.on_entry, None
                 on_entry()
-            return self._function(*args, **kwargs)
+            if state is None:
+                return self._function(*args, **kwargs)
+            state.note()
+            result = self._function(*args, **kwargs)
+            state.settle()
+            return result
         refuse_to_run_again(self._ledger.name, self._transforms)
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:
-            return self._function(*args, **kwargs)
+            if state is None or state.is_as_noted():
+                return self._function(*args, **kwargs)
+            with state.restored():
+                return self._function(*args, **kwargs)
         except RuntimeError as error:
             raise recomputation_stop(error) from error

@@ -11,7 +11,7 @@ import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch import forward_hooks_of
+from lowtide._torch import forward_hooks_of, have_forward_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,26 +23,33 @@ class NotedHooks:
     """The hooks of some parts as they were when a forward began."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        self._places = [place for part in parts for place in forward_hooks_of(part)]
-        self._keys = [*map(tuple, self._places)]
-        self._hooks = [{key: _held(hook) for key, hook in place.items()} if place else {} for place in self._places]
+        self._parts = parts
+        self._hooks: list[dict[int, Callable[[], Any]]] | None = None
+        """For each dictionary of hooks, how to get at those that it had; None if there were none at all."""
+        if have_forward_hooks(parts):
+            self._hooks = [{key: _held(hook) for key, hook in place.items()} for place in self._places()]
 
     def are_unchanged(self) -> bool:
         """Return whether the parts have the same hooks. Each hook has a number that no other gets."""
-        return self._keys == [*map(tuple, self._places)]
+        if self._hooks is None:
+            return not have_forward_hooks(self._parts)
+        return [*map(tuple, self._places())] == [*map(tuple, self._hooks)]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let the parts have the hooks that were noted inside, and afterwards those that they have now."""
-        now = [(place, dict(place)) for place in self._places]
+        now = [(place, dict(place)) for place in self._places()]
         try:
-            for (place, hooks), noted in zip(now, self._hooks, strict=True):
+            for (place, hooks), noted in zip(now, self._hooks or [{} for _ in now], strict=True):
                 found = {key: hooks.get(key, held()) for key, held in noted.items()}
                 _fill(place, {key: hook for key, hook in found.items() if hook is not None})
             yield
         finally:
             for place, hooks in now:
                 _fill(place, hooks)
+
+    def _places(self) -> list[dict[int, Any]]:
+        return [place for part in self._parts for place in forward_hooks_of(part)]
 
 
 def _held(hook: Any) -> Callable[[], Any]:

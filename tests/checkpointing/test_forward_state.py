@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import lowtide
 from lowtide.buffers import SMALL_BYTES
-from lowtide.checkpointing.repeated_forward import LOOKS
+from lowtide.checkpointing.forward_state import LOOKS
 
 
 class Region(nn.Module):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import buffers_of, no_dispatch_modes
+from lowtide._torch import have_buffers, no_dispatch_modes
 from lowtide.attributes import NO_ATTRIBUTES, AttributeHabits, AttributeLook
 from lowtide.buffers import Snapshot
 from lowtide.checkpointing.noted_hooks import NotedHooks
@@ -37,7 +37,7 @@ from lowtide.weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
 LOOKS = 2
 """How many calls of a region are looked at closely."""
@@ -58,106 +58,121 @@ class Habits:
         return name in self.buffers.get(module, ())
 
 
-def repeated_forward(
-    function: Callable[..., Any], module: nn.Module | None, arguments: Iterable[Any], name: str, habits: Habits | None
-) -> Callable[..., Any]:
-    """Wrap `function` so that it can be run again; a function that is not known to use a module is returned as it is.
+def state_of(
+    function: Callable[..., Any],
+    module: nn.Module | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    habits: Habits | None,
+) -> ForwardState | None:
+    """Return the state that a call of `function` computes with; None for one that is not known to use a module.
 
     The module is `module`, `function` itself, or the object that it is a bound method of. Modules among the arguments
     are used, too.
     """
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    owner = module if module is not None else owner
-    modules = [used for used in (owner, *arguments) if isinstance(used, nn.Module)]
+    if module is None:
+        module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    modules = [used for used in (module, *args, *kwargs.values()) if isinstance(used, nn.Module)]
     if not modules:
-        return function
+        return None
     if habits is None:
         habits = _habits.get(modules[0]) or _habits.setdefault(modules[0], Habits())
-    return RepeatedForward(function, modules, name, habits)
+    is_forward = function is not modules[0] and not isinstance(function, types.FunctionType)
+    return ForwardState(modules, name, habits, is_forward=is_forward)
 
 
 _habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
 """What is known about modules that no policy acts on. An entry dies with its module."""
 
 
-def buffers_behind(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Yield the buffers that a function of `repeated_forward` puts back; none for any other function."""
-    if isinstance(function, RepeatedForward):
-        for module in function.modules:
-            yield from module.buffers()
+class ForwardState:
+    """What modules compute with in one call of a region: noted as its forward begins, found again as it is repeated.
 
+    Its life: `note` and `settle` around the forward; in backward `is_as_noted`, and if it is not, `restored`.
+    """
 
-class RepeatedForward:
-    """A function of modules, mostly the forward of one, which checkpoint runs in forward and again in backward."""
+    _weights: list[Weight] = []  # noqa: RUF012  (never changed, but replaced)
+    _hooks: NotedHooks | None = None
+    _attributes = NO_ATTRIBUTES
+    _before: Snapshot | None = None
+    """The buffers before the forward, as long as that lasts."""
+    _buffers: Snapshot | None = None
+    _random: HostRandomState | None = None
+    _look: _Look | None = None
 
-    def __init__(self, function: Callable[..., Any], modules: list[nn.Module], name: str, habits: Habits) -> None:
-        self._function = function
+    def __init__(self, modules: list[nn.Module], name: str, habits: Habits, *, is_forward: bool) -> None:
         self.modules = modules
-        self._name = f"region {name!r}"
+        self._region = name
         self._habits = habits
-        self._weights: list[Weight] | None = None
-        self._hooks: NotedHooks | None = None
-        self._attributes = NO_ATTRIBUTES
-        self._before: Snapshot | None = None
-        """The buffers before the first run, as long as that lasts."""
-        self._buffers: Snapshot | None = None
-        self._random: HostRandomState | None = None
-        self._look: _Look | None = None
+        self._is_forward = is_forward
+        """Whether the region is called inside the hooks of its first module."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._weights is None:
-            return self._run_first(args, kwargs)
-        are_weights_as_noted = are_as_noted(self._weights)
-        if self._look is not None:  # the first run itself asks for a gradient, and with it for a second run
+    def note(self) -> None:
+        """Note everything, before the forward."""
+        parts, habits, is_forward = parts_of(*self.modules), self._habits, self._is_forward
+        self._weights = weights_in(parts, skip_first=is_forward)
+        if have_buffers(parts):
+            self._before = Snapshot(parts)
+        self._hooks = NotedHooks(parts[is_forward:])
+        self._attributes = habits.attributes.note(parts)
+        if habits.looks_left or habits.draws_on_host:
+            self._random = HostRandomState()
+        if habits.looks_left:
+            self._look = _Look(parts, self._weights)
+
+    def settle(self) -> None:
+        """Note what the forward has changed, after it."""
+        if self._look is not None:
+            self._finish(self._look)
+        if self._before is not None:
+            self._buffers, self._before = self._before.noted(self._habits.writes_unseen), None
+        self._weights = without_moved(self._weights)
+
+    def is_as_noted(self) -> bool:
+        """Return whether the modules hold what was noted, and a second forward changes nothing that must be kept."""
+        if self._look is not None:  # the forward itself asks for a gradient, and with it for a second forward
             self._learn(self._look)
-        buffers = self._buffers if self._before is None else self._before.noted(self._habits.writes_unseen)
+        if self._before is not None or self._buffers is not None or self._random is not None:
+            return False
         are_hooks_as_noted = self._hooks is None or self._hooks.are_unchanged()
-        are_objects_as_noted = are_weights_as_noted and are_hooks_as_noted
-        if are_objects_as_noted and buffers is None and self._random is None and self._attributes.are_unchanged():
-            return self._function(*args, **kwargs)
+        return are_hooks_as_noted and are_as_noted(self._weights) and self._attributes.are_unchanged()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the modules find inside what was noted, or refuse to; afterwards they are as they are now."""
+        buffers = self._buffers if self._before is None else self._before.noted(self._habits.writes_unseen)
         with contextlib.ExitStack() as stack:
-            if not are_weights_as_noted:
+            if not are_as_noted(self._weights):
                 check_unchanged(self._weights, self._name)
                 stack.enter_context(as_in_forward(self._weights))
-            if self._hooks is not None and not are_hooks_as_noted:
+            if self._hooks is not None and not self._hooks.are_unchanged():
                 stack.enter_context(self._hooks.restored())
             if buffers is not None:
                 stack.enter_context(buffers.restored(self._name))
             stack.enter_context(self._attributes.restored())
             if self._random is not None:
                 stack.enter_context(self._random.restored())
-            return self._function(*args, **kwargs)
+            yield
 
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts, habits = parts_of(*self.modules), self._habits
-        self._weights = weights_in(parts, skip_first=self._is_forward)
-        self._before = Snapshot(parts) if any(map(buffers_of, parts)) else None
-        self._hooks = NotedHooks(parts[self._is_forward :])  # the function runs inside the hooks of its own module
-        self._attributes = habits.attributes.note(parts)
-        self._random = HostRandomState() if habits.looks_left or habits.draws_on_host else None
-        self._look = _Look(parts, self._weights) if habits.looks_left else None
-        result = self._function(*args, **kwargs)
-        if self._look is not None:
-            self._finish(self._look)
-        if self._before is not None:
-            self._buffers, self._before = self._before.noted(habits.writes_unseen), None
-        self._weights = without_moved(self._weights)
-        return result
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Yield the buffers of the modules."""
+        for module in self.modules:
+            yield from module.buffers()
 
     @property
-    def _is_forward(self) -> bool:
-        """Whether the function is called inside the hooks of its first module."""
-        return self._function is not self.modules[0] and not isinstance(self._function, types.FunctionType)
+    def _name(self) -> str:
+        return f"region {self._region!r}"
 
     def _learn(self, look: _Look) -> None:
-        """Add to the habits what the first run has changed so far."""
+        """Add to the habits what the forward has changed so far."""
         with no_dispatch_modes():
             look.attributes.learn(self._habits.attributes, self._attributes)
             for part, name in () if self._before is None else self._before.unseen_changes():
                 self._habits.buffers.setdefault(part, set()).add(name)
 
     def _finish(self, look: _Look) -> None:
-        """End a close look, when the first run is over."""
+        """End a close look, when the forward is over."""
         self._look = None
         self._habits.looks_left -= 1
         with no_dispatch_modes():
