@@ -248,9 +248,10 @@ def operator_of(overload: Any) -> Any:
 def schema_of(overload: Any) -> Any:
     """Return the schema of an operator's overload: names, defaults, and what its results alias.
 
+    None for a higher-order operator such as `flex_attention`, which has none.
     `OpOverload._schema`, 2.10. Public replacement: none.
     """
-    return overload._schema
+    return getattr(overload, "_schema", None)
 
 
 def group_of(overload: Any, args: tuple[Any, ...]) -> Any:
@@ -596,3 +597,13 @@ class _SaveInsteadOfOffload:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         policy = self._policy(*args, **kwargs)
         return CheckpointPolicy.MUST_SAVE if policy in OFFLOAD_POLICIES else policy
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory, with the same version counter and without a graph, in a dispatch mode.
+
+    Below autograd a plain `detach` would have a counter of its own.
+    `torch._C._SetExcludeDispatchKeyGuard`, 2.10. Public replacement: none.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()

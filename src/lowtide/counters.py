@@ -30,6 +30,10 @@ class RegionLedger:
     """Bytes that were brought back in backward."""
     declined_bytes: int = 0
     """Bytes that a store had no room for."""
+    kept_outputs: int = 0
+    """Outputs of operators that were kept in forward, by `recompute(keep=...)`."""
+    recalled_outputs: int = 0
+    """How often a recompute took a kept output instead of computing it."""
 
     @property
     def is_small(self) -> bool:

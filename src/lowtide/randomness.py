@@ -41,13 +41,17 @@ class RandomState:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def set(self) -> None:
+        """Let the generators go on from here."""
+        torch.set_rng_state(self._cpu)
+        if self._device:
+            set_device_states(self._devices, self._states, device_type=self._device)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Set this state inside, and put back afterwards what was there before."""
         with torch.random.fork_rng(self._devices, device_type=self._device or "cuda"):
-            torch.set_rng_state(self._cpu)
-            if self._device:
-                set_device_states(self._devices, self._states, device_type=self._device)
+            self.set()
             yield
 
 

@@ -17,6 +17,8 @@ from lowtide.applying.seam import Seam, seams_of
 from lowtide.applying.tile_runtime import TileRuntime
 from lowtide.applying.validate import check_reach, checkpoints_itself, validate, warn_about_own_checkpointing
 from lowtide.checkpointing import Schedule
+from lowtide.checkpointing.keeping import Keeping
+from lowtide.checkpointing.kept_operators import KeptOperators
 from lowtide.checkpointing.offload import PerTensorOffloader
 from lowtide.counters import RegionLedger, TileLedger
 from lowtide.errors import InvalidValueError
@@ -189,7 +191,8 @@ class Applied:
             self._ledgers.append((ledger, policy))
             if policy.is_none:
                 continue
-            watched = WatchedRegion(policy, ledger, tuple(tiles_by_region.get(region.name, ())))
+            keeping = Keeping(KeptOperators(policy.keep)) if policy.keep else None
+            watched = WatchedRegion(policy, ledger, tuple(tiles_by_region.get(region.name, ())), keeping)
             self._guard.regions.append(watched)
             runtime = RegionRuntime(watched, schedule if policy.offload else None, offloader, self._guard, memory)
             self._install_seam(region.module, runtime)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
+    from lowtide.checkpointing.keeping import Keeping
     from lowtide.counters import RegionLedger, TileLedger
     from lowtide.policy import Policy
 
@@ -54,10 +55,17 @@ class WatchedRegion:
     ledger: RegionLedger
     tiles: tuple[TileLedger, ...] = ()
     """The counts of the modules in it that are tiled."""
+    keeping: Keeping | None = None
+    """What it keeps instead of recomputing it."""
 
     @property
     def name(self) -> str:
         return self.ledger.name
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether it ran, and never called an operator whose output it should keep."""
+        return self.keeping is not None and self.ledger.forwards > self.ledger.nested and not self.ledger.kept_outputs
 
     @property
     def is_too_small(self) -> bool:
@@ -156,6 +164,7 @@ class Guard:
         is_first, self._has_checked_first = not self._has_checked_first, True
         findings = [text for region in self._reached.values() for text in self._findings_about(region)]
         findings += self._findings_about_small([region for region in self._reached.values() if region.is_too_small])
+        findings += self._findings_about_kept([region for region in self._reached.values() if region.keeps_nothing])
         if is_first:  # looked at once: dropped caches, the loss, and regions that ran without gradients
             findings += self._findings_about_model()
             self._caches = DroppedCaches()
@@ -187,6 +196,14 @@ class Guard:
                 logger.info("region %r: nothing to offload, its inputs are smaller than 4 KiB or weights", region.name)
             return []
         return [_nothing_to_offload(region.name) for region in regions]
+
+    def _findings_about_kept(self, regions: list[WatchedRegion]) -> list[str]:
+        """Note regions that keep nothing, and object only if no region does: of a hybrid model, some have attention."""
+        if not any(region.ledger.kept_outputs for region in self.regions):
+            return [_nothing_to_keep(region) for region in regions]
+        if regions:
+            self.warn_once(f"{_nothing_to_keep(regions[0])} ({len(regions)} such regions; others keep something)")
+        return []
 
     def _findings_about_model(self) -> list[str]:
         findings = [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
@@ -264,6 +281,16 @@ def _nothing_to_offload(name: str) -> str:
         f"region {name!r}: expected its saved tensors to be offloaded, and all of them are smaller than 4 KiB or "
         "weights, as in every other region: the policy's offload does nothing for this model at this size. Use "
         "'recompute', or a longer batch"
+    )
+
+
+def _nothing_to_keep(region: WatchedRegion) -> str:
+    seen = region.keeping.seen if region.keeping is not None else {}
+    most = ", ".join(f"{name} ({count})" for name, count in sorted(seen.items(), key=lambda pair: -pair[1])[:6])
+    return (
+        f"region {region.name!r}: expected to keep {' and '.join(region.policy.keep)}, and it called no such operator: "
+        f"everything is recomputed. It called {most or 'no operator that could be seen: is it compiled?'}. Name one of "
+        "its operators in keep=[...], or leave keep= out"
     )
 
 

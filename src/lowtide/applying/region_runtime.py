@@ -43,6 +43,7 @@ class RegionRuntime:
         self._guard = guard
         self._memory = memory
         self._habits = Habits()
+        self._keeping = region.keeping
         self._cache_layers: set[int] | None = None
         """The layers of a cache that it writes to; known once it was given one."""
 
@@ -77,6 +78,7 @@ class RegionRuntime:
                 skip=self._memory.holds,
                 module=module,  # somebody may have wrapped its forward
                 habits=self._habits,
+                keeping=self._keeping,
             )
         self._ledger.forwards += 1
         if not self._policy.offload:

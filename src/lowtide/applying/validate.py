@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lowtide.checkpointing.kept_operators import check_words
 from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
 from lowtide.losses.head_loss import count_classes
 from lowtide.modules import device_of
@@ -78,6 +79,8 @@ def validate(model: nn.Module, policy: Policy, select: Sequence[Selector] | None
     regions = find_regions(model, select)
     mlps = find_mlps(regions)
     _check_rules(policy, regions, mlps)
+    for _, rule in (("", policy), *policy.overrides):
+        check_words(rule.keep)
     installed = tuple(InstalledRegion(region, _effective_policy(policy, region)) for region in regions)
     _check_device(model, policy, installed)
     head = _head_to_tile(model, policy)

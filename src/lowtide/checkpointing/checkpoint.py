@@ -7,6 +7,7 @@ each of them, and the recompute puts the restored tensors back into the tree.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -24,17 +25,22 @@ from lowtide._torch import (
     transforms_around,
 )
 from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
+from lowtide.checkpointing.keeping import keeping_of
+from lowtide.checkpointing.kept_operators import KeptOperators
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import with_offload
 from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
+from lowtide.policy.text import read_kept
 from lowtide.stores import HostStore, Store
 from lowtide.tensor_tree import TensorTree, flatten_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+
+    from lowtide.checkpointing.keeping import Keeping, KeptOutputs
 
 T = TypeVar("T")
 
@@ -44,6 +50,7 @@ def checkpoint(
     function: Callable[..., T],
     *args: Any,
     offload: Literal["host"] | Store | Schedule | None = None,
+    keep: str | Sequence[str] = (),
     use_reentrant: bool | None = None,
     context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
     determinism_check: str = "default",
@@ -57,6 +64,7 @@ def checkpoint(
 def checkpoint(
     *,
     offload: Literal["host"] | Store | Schedule | None = None,
+    keep: str | Sequence[str] = (),
     use_reentrant: bool | None = None,
     context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
     determinism_check: str = "default",
@@ -69,6 +77,7 @@ def checkpoint(
     function: Callable[..., T] | None = None,
     *args: Any,
     offload: Literal["host"] | Store | Schedule | None = None,
+    keep: str | Sequence[str] = (),
     use_reentrant: bool | None = None,  # noqa: ARG001  (see the docstring)
     context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
     determinism_check: str = "default",
@@ -88,6 +97,10 @@ def checkpoint(
 
     Without a function it returns a wrapper, as torch 2.14 does: `checkpoint(use_reentrant=False)(function)(*args)`.
 
+    With `keep="attention"` the outputs of attention are kept instead of computed again, as a policy with
+    `recompute(keep=attention)` does; `"attention+matmul"` and names of operators are taken, too. With `offload`
+    they leave with the inputs.
+
     A selective policy (`context_fn`) that asks for CPU offload gets it: torch's eager mode would recompute instead.
     What a selective policy keeps is not seen by saved-tensor hooks around the call, unless
     `respect_saved_tensors_hooks=True` says so (torch 2.14 and newer).
@@ -101,6 +114,9 @@ def checkpoint(
     settings = CheckpointSettings(
         preserve_rng_state, context_fn or noop_context_fn, determinism_check, debug, early_stop
     )
+    kept = KeptOperators(read_kept(keep) if isinstance(keep, str) else keep) if keep else None
+    if kept is not None and context_fn is not None:
+        raise InvalidValueError("keep and context_fn both say what is kept: give one of them")
     if function is None:
         if args or kwargs:
             raise InvalidValueError(
@@ -108,8 +124,8 @@ def checkpoint(
                 f"{_listed(args, kwargs)}: pass arguments to the wrapped function"
             )
         as_schedule(offload)  # refused now rather than at the first call
-        return functools.partial(_wrap, offload, settings, respect_saved_tensors_hooks)
-    return _checkpoint(function, args, kwargs, offload, settings, respect_saved_tensors_hooks)
+        return functools.partial(_wrap, offload, kept, settings, respect_saved_tensors_hooks)
+    return _checkpoint(function, args, kwargs, offload, kept, settings, respect_saved_tensors_hooks)
 
 
 checkpoint.__module__ = "lowtide"
@@ -136,6 +152,7 @@ def _check_keywords(kwargs: dict[str, Any], respect_saved_tensors_hooks: bool | 
 
 def _wrap(
     offload: Literal["host"] | Store | Schedule | None,
+    kept: KeptOperators | None,
     settings: CheckpointSettings,
     respect_saved_tensors_hooks: bool | None,
     function: Callable[..., T],
@@ -144,7 +161,7 @@ def _wrap(
 
     @functools.wraps(function, updated=())
     def checkpointed(*args: Any, **kwargs: Any) -> T:
-        return _checkpoint(function, args, kwargs, offload, settings, respect_saved_tensors_hooks)
+        return _checkpoint(function, args, kwargs, offload, kept, settings, respect_saved_tensors_hooks)
 
     return checkpointed
 
@@ -155,6 +172,7 @@ def _checkpoint(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     offload: Literal["host"] | Store | Schedule | None,
+    kept: KeptOperators | None,
     settings: CheckpointSettings,
     respect_saved_tensors_hooks: bool | None,
 ) -> T:
@@ -173,6 +191,7 @@ def _checkpoint(
         kwargs,
         ledger,
         schedule,
+        keeping=None if kept is None else keeping_of(function, kept),
         settings=settings,
         respect_saved_tensors_hooks=respect_saved_tensors_hooks,
     )
@@ -191,6 +210,7 @@ def run_region(
     skip: Callable[[torch.Tensor], bool] | None = None,
     module: torch.nn.Module | None = None,
     habits: Habits | None = None,
+    keeping: Keeping | None = None,
     settings: CheckpointSettings = _DEFAULTS,
     respect_saved_tensors_hooks: bool | None = None,
 ) -> T:
@@ -217,10 +237,14 @@ def run_region(
     ledger.nested += is_nested
     if respect_saved_tensors_hooks is None and (schedule is not None or hooks_around == _OFFLOAD_HOOKS):
         respect_saved_tensors_hooks = False  # the hooks around the call are ours: torch need not warn
+    if keeping is not None and not is_nested:
+        replay.kept = keeping.begin(module, ledger)
     if schedule is None or is_nested:
         return non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)  # type: ignore[no-any-return]
     call = schedule.begin(ledger, skip)
     replay.on_entry = call.on_packed
+    if replay.kept is not None:
+        replay.kept.call = call
     try:
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result: T = non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)
@@ -249,7 +273,7 @@ class _Replay:
     After the first run it holds the tree of the arguments, but none of their tensors.
     """
 
-    __slots__ = ("_first", "_function", "_ledger", "_state", "_transforms", "_tree", "on_entry")
+    __slots__ = ("_first", "_function", "_ledger", "_state", "_transforms", "_tree", "kept", "on_entry")
 
     def __init__(
         self,
@@ -266,28 +290,37 @@ class _Replay:
         self._tree = tree
         self._state = state
         self._ledger = ledger
+        self.kept: KeptOutputs | None = None
         self.on_entry: Callable[[], None] | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        state = self._state
+        state, kept = self._state, self.kept
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             if self.on_entry is not None:
                 on_entry, self.on_entry = self.on_entry, None
                 on_entry()
-            if state is None:
-                return self._function(*args, **kwargs)
-            state.note()
-            result = self._function(*args, **kwargs)
-            state.settle()
+            if state is not None:
+                state.note()
+            if kept is None:
+                result = self._function(*args, **kwargs)
+            else:
+                with kept.keeping():
+                    result = self._function(*args, **kwargs)
+            if state is not None:
+                state.settle()
             return result
         refuse_to_run_again(self._ledger.name, self._transforms)
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:
-            if state is None or state.is_as_noted():
+            if kept is None and (state is None or state.is_as_noted()):
                 return self._function(*args, **kwargs)
-            with state.restored():
+            with contextlib.ExitStack() as stack:
+                if state is not None and not state.is_as_noted():
+                    stack.enter_context(state.restored())
+                if kept is not None:
+                    stack.enter_context(kept.recalling())
                 return self._function(*args, **kwargs)
         except RuntimeError as error:
             raise recomputation_stop(error) from error

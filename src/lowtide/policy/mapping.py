@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.policy.text import PARTS, WORDS, merged, read_text, read_word
+from lowtide.policy.text import PARTS, WORDS, merged, read_kept, read_text, read_word
 from lowtide.spelling import unknown
 from lowtide.units import parse_bytes, parse_tokens
 
@@ -75,6 +75,12 @@ def _read_parts(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
+def _read_kept(value: Any) -> Any:
+    if value is None:
+        return ()
+    return read_kept(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 def _unless_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else read(value)
 
@@ -85,6 +91,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "host_limit": _unless_none(parse_bytes),
     "disk_limit": _unless_none(parse_bytes),
     "disk": _unless_none(os.fspath),
+    "keep": _read_kept,
     "tile": _read_parts,
     "tile_tokens": _unless_none(parse_tokens),
     "loss_tokens": _unless_none(parse_tokens),
@@ -113,6 +120,12 @@ def _deepspeed_section(section: Mapping[str, Any]) -> Fields:
     return read_word("cpu_checkpointing" if on else "recompute")
 
 
+def _read_selective(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, bool | None):
+        raise InvalidValueError(f"{key} must be true or false, got {value!r}")
+    return ("attention",) if value else ()
+
+
 def _checkpointing_kwargs(kwargs: Mapping[str, Any]) -> Fields:
     """Read transformers' `gradient_checkpointing_kwargs`. There is one engine, whatever `use_reentrant` says."""
     fields: Fields = {"recompute": True}
@@ -121,8 +134,9 @@ def _checkpointing_kwargs(kwargs: Mapping[str, Any]) -> Fields:
             fields["every"] = value
         elif key == "offload":
             fields["offload"] = "host" if value else None
+        elif key == "selective":  # TRL
+            fields["keep"] = _read_selective(key, value)
         elif key != "use_reentrant":
-            raise InvalidValueError(
-                unknown(key, ["use_reentrant", "every_n_layers", "offload"], "gradient_checkpointing_kwargs setting")
-            )
+            known = ["use_reentrant", "every_n_layers", "offload", "selective"]
+            raise InvalidValueError(unknown(key, known, "gradient_checkpointing_kwargs setting"))
     return fields

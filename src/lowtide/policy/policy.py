@@ -9,7 +9,7 @@ from typing import Any
 
 from lowtide.errors import InvalidValueError
 from lowtide.policy.mapping import read_mapping
-from lowtide.policy.text import PARTS, PLACES, read_text
+from lowtide.policy.text import KEPT, OPERATOR, PARTS, PLACES, read_text
 from lowtide.spelling import unknown
 from lowtide.units import format_bytes
 
@@ -23,6 +23,8 @@ class Policy:
     recompute: bool = False
     every: int = 1
     """Recompute every n-th region of a stack, starting with the first; those between are left alone."""
+    keep: tuple[str, ...] = ()
+    """What is kept instead of recomputed: the outputs of `"attention"`, of `"matmul"`, or of operators by name."""
     offload: str | None = None
     """`"host"`: pinned memory. `"disk"`: a file. None: the device."""
     host_limit: int | None = None
@@ -52,6 +54,7 @@ class Policy:
             raise InvalidValueError(f"every must be 1 or more, got {self.every}")
         if self.every > 1 and not self.recompute:
             raise InvalidValueError("every says which regions are recomputed, so it needs recompute")
+        self._check_keep()
         self._check_store()
         self._check_rules()
         self._check_tiles()
@@ -66,6 +69,18 @@ class Policy:
             is_unset = value is None and name != "every"
             if type(value) is not int and not is_unset:
                 raise InvalidValueError(f"{name} must be a whole number, got {value!r}")
+
+    def _check_keep(self) -> None:
+        if not isinstance(self.keep, tuple) or not all(isinstance(word, str) for word in self.keep):
+            raise InvalidValueError(f"keep must be a tuple of names, like ('attention', 'matmul'), got {self.keep!r}")
+        if self.keep and not self.recompute:
+            raise InvalidValueError("keep says what is not recomputed, so it needs recompute")
+        for word in self.keep:
+            if word not in KEPT and OPERATOR.fullmatch(word) is None:
+                problem = unknown(word, KEPT, "thing to keep")
+                raise InvalidValueError(f"{problem}. An operator has a name like aten.mm.default or mylib::op")
+        ordered = (*(word for word in KEPT if word in self.keep), *(word for word in self.keep if word not in KEPT))
+        object.__setattr__(self, "keep", tuple(dict.fromkeys(ordered)))  # in one order
 
     def _check_store(self) -> None:
         if self.offload not in (None, *PLACES):
@@ -159,7 +174,9 @@ class Policy:
     def _text(self, size: Callable[[int], str]) -> str:
         terms = []
         if self.recompute:
-            terms.append("recompute" if self.every == 1 else f"recompute(every={self.every})")
+            settings = [] if self.every == 1 else [f"every={self.every}"]
+            settings += [f"keep={_kept_text(self.keep)}"] if self.keep else []
+            terms.append(f"recompute({', '.join(settings)})" if settings else "recompute")
         if self.offload:
             settings = self._store_settings(size)
             terms.append(f"offload({', '.join(settings)})" if settings else "offload")
@@ -179,3 +196,7 @@ class Policy:
         if self.disk_limit is not None:
             settings.append(f"limit={size(self.disk_limit)}")
         return [*settings, *(name for name in ("verify", "tmpfs") if getattr(self, name))]
+
+
+def _kept_text(keep: tuple[str, ...]) -> str:
+    return "+".join(keep) if all(word in KEPT for word in keep) else f"[{', '.join(keep)}]"

@@ -47,9 +47,18 @@ PARTS = ("mlp", "loss")
 PLACES = ("host", "disk")
 """Where to offload to."""
 
+KEPT = ("attention", "matmul")
+"""What can be kept by a word of ours; all else is an operator's name."""
+
+OPERATOR = re.compile(r"\w+(::|\.)\w+(\.\w+)?")
+"""The name of an operator: `aten.mm`, `aten.mm.default`, `mylib::op`."""
+
 
 _PLUS = re.compile(r"\+(?![^(]*\))")
 """A plus sign between words, not in brackets: a directory may have one in its name."""
+
+_COMMA = re.compile(r",(?![^\[]*\])")
+"""A comma between settings, not in a list."""
 
 _TERM = re.compile(r"(?P<word>[\w.]+)\s*(?:\((?P<settings>[^()]*)\))?")
 
@@ -91,7 +100,7 @@ def _read_words(text: str, whole: str) -> Fields:
         match = _TERM.fullmatch(part.strip())
         if match is None:
             raise InvalidValueError(f"{part.strip()!r} in policy {whole!r} is not a word or word(setting=value)")
-        settings = [setting.strip() for setting in (match["settings"] or "").split(",") if setting.strip()]
+        settings = [setting.strip() for setting in _COMMA.split(match["settings"] or "") if setting.strip()]
         word = match["word"]
         more = read_word(word)
         more |= _tile_settings(settings, whole) if word == "tile" else _other_settings(word, settings, whole)
@@ -113,17 +122,19 @@ def _tile_settings(settings: list[str], whole: str) -> Fields:
 
 
 def _other_settings(word: str, settings: list[str], whole: str) -> Fields:
-    """Read `recompute(every=2)`, and `offload(host=8GiB, disk=/scratch, limit=1TB, verify)`."""
+    """Read `recompute(every=2, keep=attention)`, and `offload(host=8GiB, disk=/scratch, limit=1TB, verify)`."""
     recomputes, offloads = (bool(WORDS[word].get(field)) for field in ("recompute", "offload"))
     fields: Fields = {}
     pairs = [_split(setting) for setting in settings]
     for name, value in pairs:
         if recomputes and name in _EVERY:
             fields["every"] = _whole_number(name, value, whole)
+        elif recomputes and name == "keep":
+            fields["keep"] = read_kept(value)
         elif offloads and name in _STORE_SETTINGS:
             fields |= _store_setting(name, value, whole)
         else:
-            known = [*(_EVERY[:1] if recomputes else ()), *(_STORE_SETTINGS if offloads else ())]
+            known = [*(("every", "keep") if recomputes else ()), *(_STORE_SETTINGS if offloads else ())]
             problem = unknown(name, known, f"{word} setting") if known else f"{word} takes no settings, got {name!r}"
             raise InvalidValueError(f"policy {whole!r}: {problem}")
     names = [name for name, _ in pairs]
@@ -132,6 +143,12 @@ def _other_settings(word: str, settings: list[str], whole: str) -> Fields:
     elif "disk" in names and not fields.get("disk"):
         raise InvalidValueError(f"policy {whole!r}: offload to host and disk needs offload(host=8GiB, disk=/scratch)")
     return fields
+
+
+def read_kept(value: str) -> tuple[str, ...]:
+    """Read what to keep: `attention+matmul`, or a list such as `[attention, aten.mm.default, mylib::op]`."""
+    words = value.removeprefix("[").removesuffix("]")
+    return tuple(word.strip() for word in re.split(r"[,+]", words) if word.strip())
 
 
 def _store_setting(name: str, value: str, whole: str) -> Fields:
