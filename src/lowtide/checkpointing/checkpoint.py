@@ -28,7 +28,7 @@ from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
 from lowtide.checkpointing.keeping import keeping_of
 from lowtide.checkpointing.kept_operators import KeptOperators
 from lowtide.checkpointing.schedule import Schedule, as_schedule
-from lowtide.checkpointing.selective import with_offload
+from lowtide.checkpointing.selective import entered_after, with_offload
 from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
@@ -89,11 +89,14 @@ def checkpoint(
 ) -> T | Callable[[Callable[..., T]], Callable[..., T]]:
     """Run `function(*args, **kwargs)` now and again in backward, instead of keeping what it computes.
 
-    A drop-in for `torch.utils.checkpoint.checkpoint`, whose keywords keep their meaning. Two things differ. The graph
-    is always one graph: `use_reentrant=True` runs the non-reentrant engine as well, which saves the same memory and
-    fires every parameter's hooks once. And with `offload="host"` (or a store) the inputs leave the device until
-    backward, whether they are positional, keywords, nested in containers or dataclasses, or bound in a
-    `functools.partial`.
+    A drop-in for `torch.utils.checkpoint.checkpoint`, whose keywords keep their meaning. These things differ:
+
+    - The graph is always one graph: `use_reentrant=True` runs the non-reentrant engine as well, which saves the same
+      memory and fires every parameter's hooks once; it may be left out without a warning, and given with `context_fn`.
+    - Tensors among keywords and in containers are inputs like positional ones: one that is changed in place before
+      backward is refused, where torch would compute with the changed one. So are weights.
+    - With `offload="host"` (or a store) the inputs leave the device until backward, whether they are positional,
+      keywords, nested in containers or dataclasses, or bound in a `functools.partial`.
 
     Without a function it returns a wrapper, as torch 2.14 does: `checkpoint(use_reentrant=False)(function)(*args)`.
 
@@ -242,7 +245,10 @@ def run_region(
     if schedule is None or is_nested:
         return non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)  # type: ignore[no-any-return]
     call = schedule.begin(ledger, skip)
-    replay.on_entry = call.on_packed
+    if settings.context_fn is noop_context_fn:
+        replay.on_entry = call.on_packed
+    else:
+        settings = settings._replace(context_fn=entered_after(call.on_packed, settings.context_fn))
     if replay.kept is not None:
         replay.kept.call = call
     try:

@@ -52,10 +52,9 @@ def _check_aten(word: str, packet: str, overload: str) -> None:
     found = getattr(torch.ops.aten, packet, None)
     if found is None or (overload and overload not in found.overloads()):
         raise InvalidValueError(f"keep: torch {torch.__version__} has no operator {word!r}")
-    for name in [overload] if overload else found.overloads():
-        reason = _why_not_kept(getattr(found, name))
-        if reason is not None:
-            raise InvalidValueError(f"keep: {word!r} {reason}")
+    reasons = [_why_not_kept(getattr(found, name)) for name in ([overload] if overload else found.overloads())]
+    if all(reasons):
+        raise InvalidValueError(f"keep: {word!r} {reasons[0]}")
 
 
 def _why_not_kept(operator: Any) -> str | None:
@@ -92,6 +91,8 @@ class KeptOperators:
         forms = {name, f"{space}.{packet}", f"{name}.{overload}", f"{space}.{packet}.{overload}"}
         is_named = any(word in forms for word in self.words)
         if is_named and (reason := _why_not_kept(operator)) is not None:
+            if space == "aten":  # `aten.gelu` has a form that writes to a given output
+                return False
             raise InvalidValueError(f"keep: {name} {reason}")
         is_attention = ATTENTION in self.words and _FUSED_ATTENTION.fullmatch(name) is not None
         return is_named or is_attention or (MATMUL in self.words and space == "aten" and packet in _PRODUCTS)

@@ -41,26 +41,63 @@ def with_offload(
     return contexts
 
 
+def entered_after(before: Callable[[], None], context_fn: Callable[[], Contexts]) -> Callable[[], Contexts]:
+    """Wrap `context_fn` so that `before` comes just before its forward context: a policy must not see our own copies.
+
+    Torch has saved the inputs by then, and its own hooks are around.
+    """
+
+    def contexts() -> Contexts:
+        forward, recompute = context_fn()
+        return _EnteredAfter(before, forward), recompute
+
+    return contexts
+
+
+class _EnteredAfter:
+    def __init__(self, before: Callable[[], None], context: AbstractContextManager[Any]) -> None:
+        self._before = before
+        self._context = context
+
+    def __enter__(self) -> Any:
+        self._before()
+        return self._context.__enter__()
+
+    def __exit__(self, *exception: object) -> bool | None:
+        return self._context.__exit__(*exception)
+
+
+class _Decision:
+    """A policy that says "keep" where the user's says "offload", and remembers the difference.
+
+    It is an object of its own: if the cache handed a method of itself to its base class, it would be a cycle, and hold
+    what it keeps until Python's collector comes.
+    """
+
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        self._policy = policy
+        self.wants_offload = False
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = self._policy(context, operator, *args, **kwargs)
+        self.wants_offload = policy in OFFLOAD_POLICIES
+        return CheckpointPolicy.MUST_SAVE if self.wants_offload else policy
+
+
 class _OffloadingCache(CachingMode):
     """Torch's cache of kept outputs, except that those for which the policy says offload are handed to a store."""
 
     def __init__(self, cache: Any, schedule: Callable[[], Schedule], ledger: RegionLedger) -> None:
-        super().__init__(cache, self._decide)
-        self._policy = cache.policy_fn
+        self._decision = _Decision(cache.policy_fn)
+        super().__init__(cache, self._decision)
         self._schedule = schedule
         self._ledger = ledger
         self._offloader: PerTensorOffloader | None = None
-        self._wants_offload = False
-
-    def _decide(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = self._policy(context, operator, *args, **kwargs)
-        self._wants_offload = policy in OFFLOAD_POLICIES
-        return CheckpointPolicy.MUST_SAVE if self._wants_offload else policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._wants_offload = False
+        self._decision.wants_offload = False
         output = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if self._wants_offload:
+        if self._decision.wants_offload:
             self.replace_newest(func, args, self._offload)
         return output
 
