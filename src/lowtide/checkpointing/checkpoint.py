@@ -7,7 +7,6 @@ each of them, and the recompute puts the restored tensors back into the tree.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -308,11 +307,7 @@ class _Replay:
                 on_entry()
             if state is not None:
                 state.note()
-            if kept is None:
-                result = self._function(*args, **kwargs)
-            else:
-                with kept.keeping():
-                    result = self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs) if kept is None else kept.run(self._function, args, kwargs)
             if state is not None:
                 state.settle()
             return result
@@ -320,13 +315,14 @@ class _Replay:
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:
-            if kept is None and (state is None or state.is_as_noted()):
-                return self._function(*args, **kwargs)
-            with contextlib.ExitStack() as stack:
-                if state is not None and not state.is_as_noted():
-                    stack.enter_context(state.restored())
-                if kept is not None:
-                    stack.enter_context(kept.recalling())
-                return self._function(*args, **kwargs)
+            if state is None or state.is_as_noted():
+                return self._run_again(args, kwargs)
+            with state.restored():
+                return self._run_again(args, kwargs)
         except RuntimeError as error:
             raise recomputation_stop(error) from error
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.kept is None:
+            return self._function(*args, **kwargs)
+        return self.kept.run_again(self._function, args, kwargs)

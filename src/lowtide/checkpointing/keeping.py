@@ -13,7 +13,6 @@ device and come back with them. A kept output that was changed in place is refus
 from __future__ import annotations
 
 import collections
-import contextlib
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,6 @@ from lowtide._torch import (
     TorchDispatchMode,
     alias_of,
     hooks_module,
-    schema_of,
     storage_key,
     version_of,
 )
@@ -37,7 +35,7 @@ from lowtide.randomness import RandomState
 from lowtide.tensor_tree import TensorTree, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from lowtide.checkpointing.schedule import RegionCall
     from lowtide.counters import RegionLedger
@@ -87,7 +85,7 @@ class _Places(NamedTuple):
 
 
 class KeptOutputs:
-    """The outputs that one call of a region keeps: `keeping` around its forward, `recalling` around each recompute."""
+    """The outputs that one call of a region keeps: `run` for its forward, `run_again` for each recompute."""
 
     def __init__(self, region: Keeping, module: nn.Module | None, ledger: RegionLedger) -> None:
         self.operators = region.operators
@@ -99,30 +97,26 @@ class KeptOutputs:
         self._module = None if module is None else weakref.ref(module)
         self._entries: dict[Any, list[_Entry]] = collections.defaultdict(list)
 
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep the outputs of dear operators inside."""
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region's forward, and keep the outputs of dear operators."""
         if self._places is None:
             look = _Look(self, None if self._module is None else self._module())
             with look, look.functions:
-                yield
+                result = function(*args, **kwargs)
             self._region.seen = look.seen
             self._region.places = look.places()
             self._places = look.places_of_all()
-            return
-        with _watched(self._places, _Keep(self)):
-            yield
+            return result
+        result = _run_watched(self._places, _Keep(self), function, args, kwargs)
         if self.count != self._places.kept:
             self._region.places = None
+        return result
 
-    @contextlib.contextmanager
-    def recalling(self) -> Iterator[None]:
-        """Let dear operators return inside what they returned in forward, without computing it."""
-        if self._places is None:  # the forward ended early, and asks for a gradient itself
-            yield
-            return
-        with _watched(self._places, _Recall(self)):
-            yield
+    def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it again; dear operators return what they returned before, without computing it."""
+        if self._places is None:  # the forward itself asks for a gradient, while it is looked at
+            return function(*args, **kwargs)
+        return _run_watched(self._places, _Recall(self), function, args, kwargs)
 
     @property
     def count(self) -> int:
@@ -131,8 +125,8 @@ class KeptOutputs:
 
     def keep(self, key: Any, operator: Any, output: Any, args: tuple[Any, ...], position: int = 0) -> None:
         """Keep an output of `operator`. Outputs with one key are recalled in the order in which they were kept."""
-        tensors, tree = flatten(output)
-        state = RandomState(*tensors) if _draws(operator, args) else None
+        tensors, tree = ([output], None) if isinstance(output, torch.Tensor) else flatten(output)
+        state = RandomState(*tensors) if self.operators.draws(operator, args) else None
         packed = [self._pack(tensor, operator) for tensor in tensors]
         self._entries[key].append(_Entry(packed, tree, state, position))
         self.ledger.kept_outputs += 1
@@ -166,14 +160,15 @@ class _Entry(NamedTuple):
     """One kept output: how to get its tensors, where they belong, and the random state after an operator that draws."""
 
     packed: list[Callable[[], torch.Tensor]]
-    tree: TensorTree
+    tree: TensorTree | None
     state: RandomState | None
     position: int
 
     def get(self) -> Any:
         if self.state is not None:
             self.state.set()
-        return self.tree.unflatten([alias_of(get()) for get in self.packed])
+        tensors = [alias_of(get()) for get in self.packed]
+        return tensors[0] if self.tree is None else self.tree.unflatten(tensors)
 
 
 class _Held(NamedTuple):
@@ -194,54 +189,42 @@ class _Held(NamedTuple):
         return self.tensor
 
 
-def _draws(operator: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a call of an operator draws random numbers; attention does so only if it has dropout."""
-    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
-        return False
-    schema = schema_of(operator)
-    names = [] if schema is None else [argument.name for argument in schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    index = names.index("dropout_p")
-    return index < len(args) and bool(args[index])
-
-
 # --- Where to look --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _watched(places: _Places, mode: _Mode) -> Iterator[None]:
-    """Let `mode` see the operators that are called in these places."""
+def _run_watched(
+    places: _Places, mode: _Mode, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a region, and let `mode` see the operators that it calls in these places."""
     functions = mode if places.functions is None else _Functions(places.functions, mode)
     if places.parts is None:
         with functions:
-            yield
-        return
-    with contextlib.ExitStack() as stack:
-        for reference in places.parts:
-            if (part := reference()) is not None:
-                stack.enter_context(_forward_within(part, functions))
-        yield
-
-
-@contextlib.contextmanager
-def _forward_within(part: nn.Module, context: Any) -> Iterator[None]:
-    """Let a module's forward run within `context` for a while. It is the module's own again afterwards."""
-    held, forward = vars(part), part.forward
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return forward(*args, **kwargs)
-
-    replaced = held.get("forward")
-    held["forward"] = within
+            return function(*args, **kwargs)
+    replaced = []
     try:
-        yield
+        for part in (reference() for reference in places.parts):
+            if part is not None:
+                replaced.append((vars(part), vars(part).get("forward")))
+                vars(part)["forward"] = _Within(functions, part.forward)
+        return function(*args, **kwargs)
     finally:
-        if replaced is None:
-            del held["forward"]
-        else:
-            held["forward"] = replaced
+        for held, forward in replaced:
+            if forward is None:
+                del held["forward"]
+            else:
+                held["forward"] = forward
+
+
+class _Within:
+    """A module's forward that runs within a mode. It takes the forward's place while a region runs, and no longer."""
+
+    def __init__(self, mode: _Mode | _Functions, forward: Callable[..., Any]) -> None:
+        self._mode = mode
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._mode:
+            return self._forward(*args, **kwargs)
 
 
 class _Functions(TorchFunctionMode):
@@ -260,8 +243,12 @@ class _Functions(TorchFunctionMode):
         self._turn[func] += 1
         if products is not None and turn not in products:
             return func(*args, **(kwargs or {}))
-        with self._mode, self._mode.within(None if products is None else (func, turn)):
-            return func(*args, **(kwargs or {}))
+        mode = self._mode
+        mode.begin(None if products is None else (func, turn))
+        with mode:
+            result = func(*args, **(kwargs or {}))
+        mode.end()
+        return result
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -281,14 +268,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The call of a function whose last product is dear: the function, and the how manieth of its calls it is."""
         self._products = 0
 
-    @contextlib.contextmanager
-    def within(self, function: tuple[Any, int] | None) -> Iterator[None]:
-        """Take the last product inside for dear, as that of written-out attention."""
+    def begin(self, function: tuple[Any, int] | None) -> None:
+        """Begin a call of a function. If it is named, its last product is dear, as that of written-out attention."""
         self._function, self._products = function, 0
-        try:
-            yield
-        finally:
-            self._function = None
+
+    def end(self) -> None:
+        """End the call."""
+        self._function = None
 
 
 class _Keep(_Mode):  # type: ignore[no-untyped-call]
@@ -307,13 +293,11 @@ class _Keep(_Mode):  # type: ignore[no-untyped-call]
             self._products += 1
         return output
 
-    @contextlib.contextmanager
-    def within(self, function: tuple[Any, int] | None) -> Iterator[None]:
-        with super().within(function):
-            yield
+    def end(self) -> None:
         if self._last is not None:
-            self._outputs.keep(function, *self._last)
+            self._outputs.keep(self._function, *self._last)
             self._last = None
+        super().end()
 
 
 class _Recall(_Mode):  # type: ignore[no-untyped-call]

@@ -76,6 +76,7 @@ class KeptOperators:
         self.words = tuple(words)
         check_words(self.words)
         self._decisions: dict[Any, bool] = {}
+        self._dropout: dict[Any, int | None] = {}
 
     def __contains__(self, operator: Any) -> bool:
         decision = self._decisions.get(operator)
@@ -97,10 +98,26 @@ class KeptOperators:
         is_attention = ATTENTION in self.words and _FUSED_ATTENTION.fullmatch(name) is not None
         return is_named or is_attention or (MATMUL in self.words and space == "aten" and packet in _PRODUCTS)
 
+    def draws(self, operator: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether a call of an operator draws random numbers; attention does so only if it has dropout."""
+        if operator not in self._dropout:
+            self._dropout[operator] = _dropout_of(operator)
+        index = self._dropout[operator]
+        return index is not None and (index < 0 or (index < len(args) and bool(args[index])))
+
     @property
     def wants_written_out_attention(self) -> bool:
         """Whether the last product of attention that is written out is kept; with all products it is, anyway."""
         return ATTENTION in self.words and MATMUL not in self.words
+
+
+def _dropout_of(operator: Any) -> int | None:
+    """Return which argument of an operator is its dropout; -1 if it always draws random numbers, None if never."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return None
+    schema = schema_of(operator)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else -1
 
 
 def name_of(operator: Any) -> str:

@@ -17,6 +17,7 @@ from lowtide.checkpointing.offload import PerTensorOffloader
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     import torch
 
@@ -63,8 +64,10 @@ class _EnteredAfter:
         self._before()
         return self._context.__enter__()
 
-    def __exit__(self, *exception: object) -> bool | None:
-        return self._context.__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, trace)
 
 
 class _Decision:
