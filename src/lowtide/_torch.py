@@ -600,9 +600,9 @@ class _SaveInsteadOfOffload:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory, with the same version counter and without a graph, in a dispatch mode.
+    """Return a tensor over the same memory, with the same version counter and without a graph.
 
-    Below autograd a plain `detach` would have a counter of its own.
+    In a dispatch mode, which is below autograd, the result of a plain `detach` has a counter of its own.
     `torch._C._SetExcludeDispatchKeyGuard`, 2.10. Public replacement: none.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import simdevice
+from lowtide.checkpointing.kept_operators import KeptOperators
 from lowtide.errors import InPlaceError, InvalidValueError, LowtideError, SilentNoOpError
 
 WIDTH, TOKENS, LAYERS = 32, 64, 4
@@ -146,6 +147,20 @@ class TestWhatRunsAgain:
             block.attention.kind = "written out"
         missed, found = count_step(model, x), count_step(model, x)
         assert missed.calls["bmm"] - found.calls["bmm"] == LAYERS
+
+    def test_one_function_in_both_forms(self):
+        """Torch writes attention out if its mask needs a gradient: T5 has both forms in one region."""
+        bias = nn.Parameter(torch.zeros(8, 8))
+
+        def forward(x):
+            return F.scaled_dot_product_attention(F.scaled_dot_product_attention(x, x, x), x, x, attn_mask=bias).exp()
+
+        for _ in range(3):
+            with Counted() as counted:
+                x = torch.randn(1, 2, 8, 8, requires_grad=True)
+                lowtide.checkpoint(forward, x, keep="attention").sum().backward()
+            assert counted.attention == 1
+            assert counted.calls["bmm"] == 2 + 1 + 4, "scores and product, scores again, and four in backward"
 
     def test_only_the_calls_that_matter_are_watched(self):
         """From the second step on, a mode sees what attention's function calls, and nothing else."""
@@ -339,6 +354,67 @@ class TestRefused:
     def test_two_ways_to_say_what_is_kept(self):
         with pytest.raises(InvalidValueError, match="keep and context_fn both say"):
             lowtide.checkpoint(torch.sin, torch.ones(2), keep="matmul", context_fn=lambda: (None, None))
+
+
+class Operator:
+    """An operator of a package that is not installed here."""
+
+    def __init__(self, name):
+        self._schema, self._name = None, name
+
+    def name(self):
+        return self._name
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+            "aten::_scaled_dot_product_fused_attention_overrideable",
+            "aten::_scaled_dot_product_attention_math_for_mps",
+            "aten::_flash_attention_forward",
+            "aten::_efficient_attention_forward",
+            "flash_attn::_flash_attn_forward",
+            "flash_attn::_flash_attn_varlen_forward",
+            "flash_attn_3::_flash_attn_forward",
+            "flash_attn_3::fwd",
+            "_flash_attn_9e27194::varlen_fwd",
+            "_flash_attn3_48fe103::fwd",
+            "xformers_flash::flash_fwd",
+            "xformers::efficient_attention_forward_cutlass",
+            "flex_attention",
+        ],
+    )
+    def test_attention_is_every_fused_attention(self, name):
+        assert Operator(name) in KeptOperators(["attention"])
+        assert Operator(name) not in KeptOperators(["matmul"])
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "aten::_scaled_dot_product_flash_attention_backward",
+            "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+            "aten::_flash_attention_backward",
+            "flash_attn::_flash_attn_backward",
+            "flash_attn_3::bwd",
+            "flex_attention_backward",
+            "aten::_softmax",
+            "aten::mm",
+        ],
+    )
+    def test_attention_is_nothing_else(self, name):
+        assert Operator(name) not in KeptOperators(["attention"])
+
+    def test_names_with_and_without_an_overload(self):
+        mm = torch.ops.aten.mm
+        for word in ("aten.mm", "aten::mm", "aten.mm.default", "aten::mm.default"):
+            assert mm.default in KeptOperators([word])
+            assert mm.out not in KeptOperators([word])
+            assert torch.ops.aten.bmm.default not in KeptOperators([word])
 
 
 class TestGuard:

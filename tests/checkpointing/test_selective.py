@@ -82,6 +82,20 @@ def test_offload_is_honoured(sim, answer, shared_store):
 
 
 @needs_offload_policies
+def test_an_offloaded_output_that_is_changed_in_place_is_refused(sim):
+    def forward(x, weights):
+        y = x @ weights[0]
+        y += 1
+        return y * (x @ weights[1])
+
+    x = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
+    weights = [torch.randn(SIZE, SIZE).to(sim) for _ in range(2)]
+    y = lowtide.checkpoint(forward, x, weights, context_fn=contexts(CheckpointPolicy.MUST_CPU_OFFLOAD))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@needs_offload_policies
 def test_offload_of_cpu_tensors_is_refused(sim):
     with pytest.raises(OffloadError, match="disk tier"):
         run(lowtide.checkpoint, "cpu", context_fn=contexts(CheckpointPolicy.MUST_CPU_OFFLOAD))
@@ -173,3 +187,86 @@ class TestHooksAroundTheCall:
         assert torch.equal(ours, kept)
         assert stats.d2h_bytes == stats.h2d_bytes == (5 + 4) * PRODUCT, "x, the weights and the products"
         assert simdevice.stats().pinned_bytes == 0
+
+
+def everything(_context, _operator, *_args, **_kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+keep_everything = functools.partial(create_selective_checkpoint_contexts, everything)
+
+
+class TestLifetime:
+    """What a selective policy keeps dies with the graph, not when Python's collector comes."""
+
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_nothing_is_left(self, sim, backward):
+        x = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
+        before = simdevice.stats().live_bytes
+        for _ in range(3):
+            y = lowtide.checkpoint(lambda x: x.cos().exp().sin() + 1.0, x, context_fn=keep_everything)
+            if backward:
+                y.sum().backward()
+                x.grad = None
+            del y
+        assert simdevice.stats().live_bytes == before
+
+    def test_the_peak_is_torchs(self, sim):
+        peaks = []
+        for engine in (checkpoint, lowtide.checkpoint):
+            x = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
+            simdevice.reset()
+            for _ in range(4):
+                y = x
+                for _ in range(3):
+                    y = engine(lambda x: x.cos().exp().sin(), y, use_reentrant=False, context_fn=keep_everything)
+                y.sum().backward()
+                x.grad = None
+            peaks.append(simdevice.stats().peak_bytes)
+            del x, y
+        assert peaks[0] == peaks[1]
+
+
+class TestOwnCopies:
+    """The copies of a store are not the region's: no policy sees them."""
+
+    @pytest.mark.parametrize("shared_store", [False, True])
+    def test_a_policy_sees_the_regions_operators_alone(self, sim, shared_store):
+        seen = []
+
+        def policy(_context, operator, *_args, **_kwargs):
+            seen.append(str(operator))
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        x = y = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
+        offload = Schedule(HostStore()) if shared_store else "host"
+        for _ in range(3):
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            y = lowtide.checkpoint(torch.exp, y, offload=offload, context_fn=contexts)
+        assert seen == 3 * ["aten.exp.default"]
+        y.sum().backward()
+        assert x.grad is not None
+
+    def test_a_policy_that_keeps_everything_keeps_no_input(self, sim):
+        inputs = torch.randn(SIZE, SIZE).to(sim).requires_grad_() * 1
+        before = simdevice.stats().live_bytes
+        y = lowtide.checkpoint(lambda x: x.sum(), inputs, offload="host", context_fn=keep_everything)
+        del inputs
+        assert simdevice.stats().live_bytes < before, "the input is in host memory"
+        y.backward()
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: (x * 2).as_strided((SIZE, SIZE), (SIZE, 1), 0).sin().exp(),
+            lambda x: (x * 3)[0:SIZE].view(-1).reshape(SIZE, SIZE).sin() * x,
+        ],
+    )
+    def test_gradients_are_torchs(self, sim, function):
+        found = []
+        for engine, options in ((checkpoint, {"use_reentrant": False}), (lowtide.checkpoint, {"offload": "host"})):
+            torch.manual_seed(0)
+            x = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
+            engine(function, x, context_fn=keep_everything, **options).sum().backward()
+            found.append(x.grad.cpu())
+        assert torch.equal(*found)

@@ -38,7 +38,8 @@ POLICIES = [
     "recompute+offload",
     "recompute+tile(mlp, tokens=7)",
     "recompute+tile(loss, loss_tokens=7)",
-    "recompute+offload+tile(tokens=7, loss_tokens=7)",
+    "recompute(keep=attention)",
+    "recompute(keep=attention)+offload+tile(tokens=7, loss_tokens=7)",
 ]
 BUCKET = 100_000  # the default would not fit on the emulated device
 

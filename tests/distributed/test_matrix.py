@@ -34,6 +34,7 @@ ENGINES = {
 }
 POLICIES = [
     "recompute",
+    "recompute(keep=attention)",
     "recompute+tile(mlp, tokens=7)",
     "recompute+tile(loss, loss_tokens=7)",
     "recompute+tile(tokens=7, loss_tokens=7)",
@@ -66,6 +67,9 @@ def train(rank: int, engine: str, policy: str, adaptation: str, name: str, devic
     trained = [region for region in report.regions if region.forwards]
     if "recompute" in policy:
         assert all(region.recomputes == region.forwards for region in trained)
+    if "keep" in policy:
+        ledgers = [region.ledger for region in applied._guard.regions if region.ledger.forwards]
+        assert all(ledger.recalled_outputs == ledger.kept_outputs > 0 for ledger in ledgers)
     if "tile" in policy:
         assert any(tiled.tiles > tiled.calls for tiled in report.tiles)
     if "offload" in policy:
@@ -100,7 +104,7 @@ def train_on_sim(rank: int, *case: str) -> dict:
 OFFLOADED = list(
     itertools.product(
         ["ddp", "ddp, find_unused_parameters", "fsdp2, layers", "fsdp2, root"],
-        ["recompute+offload", "recompute+offload+tile(tokens=7, loss_tokens=7)"],
+        ["recompute+offload", "recompute(keep=attention)+offload+tile(tokens=7, loss_tokens=7)"],
         ADAPTATIONS,
         MODELS,
     )

@@ -70,16 +70,22 @@ _known: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Keeping]] = weakref
 """What is known about functions that no policy acts on. An entry dies with its function or module."""
 
 
+class _Calls(NamedTuple):
+    """Which calls of a function reach a dear operator."""
+
+    has_operators: bool = False
+    """Whether any call may reach one that is dear by its name."""
+    products: frozenset[int] = frozenset()
+    """The calls, numbered from the region's beginning, whose last product is that of written-out attention."""
+
+
 class _Places(NamedTuple):
     """Where a region calls dear operators."""
 
     parts: tuple[weakref.ref[nn.Module], ...] | None
     """The parts of the region that do; None for the region as a whole."""
-    functions: dict[Any, frozenset[int] | None] | None
-    """The functions of torch that they do it by; None if they do it in another way.
-
-    Of a function by which attention is written out, it is the positions of its last products among all its calls.
-    """
+    functions: dict[Any, _Calls] | None
+    """The functions of torch that they do it by; None if they do it in another way."""
     kept: int
     """How many outputs are kept."""
 
@@ -230,7 +236,7 @@ class _Within:
 class _Functions(TorchFunctionMode):
     """Lets a dispatch mode see what some functions of torch do, and nothing else."""
 
-    def __init__(self, functions: dict[Any, frozenset[int] | None], mode: _Mode) -> None:
+    def __init__(self, functions: dict[Any, _Calls], mode: _Mode) -> None:
         super().__init__()
         self._functions = functions
         self._mode = mode
@@ -239,12 +245,13 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self._functions:
             return func(*args, **kwargs) if kwargs else func(*args)
-        turn, products = self._turn[func], self._functions[func]
+        turn, calls = self._turn[func], self._functions[func]
         self._turn[func] += 1
-        if products is not None and turn not in products:
+        has_product = turn in calls.products
+        if not has_product and not calls.has_operators:
             return func(*args, **(kwargs or {}))
         mode = self._mode
-        mode.begin(None if products is None else (func, turn))
+        mode.begin((func, turn) if has_product else None)
         with mode:
             result = func(*args, **(kwargs or {}))
         mode.end()
@@ -389,15 +396,15 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
         references = None if parts is None else tuple(map(weakref.ref, parts))
         if any(call.is_dear and call.function is None for call in calls):
             return _Places(references, None, count)
-        functions: dict[Any, frozenset[int] | None] = {}
+        functions: dict[Any, _Calls] = {}
         turn: collections.Counter[Any] = collections.Counter()
         for call in calls:
-            if call.is_dear:
-                functions[call.function] = None
-            elif call.has_dear_product:
-                known = functions.get(call.function, frozenset())
-                functions[call.function] = None if known is None else known | {turn[call.function]}
+            known, number = functions.get(call.function, _Calls()), turn[call.function]
             turn[call.function] += 1
+            if call.is_dear:
+                functions[call.function] = known._replace(has_operators=True)
+            elif call.has_dear_product:
+                functions[call.function] = known._replace(products=known.products | {number})
         return _Places(references, functions, count)
 
 

@@ -26,7 +26,7 @@ _FUSED_ATTENTION = re.compile(
     r"|aten::_(flash|efficient|cudnn)_attention_forward"
     r"|\w*flash_attn\w*::\w*(fwd|forward)\w*"
     r"|\w*(sage|flash)_?attention\w*::\w*(fwd|forward)\w*"
-    r"|xformers\w*::efficient_attention_forward\w*"
+    r"|xformers\w*::(efficient_attention|flash)_(fwd|forward)\w*"
     r"|flex_attention"
 )
 """The names of operators that compute attention in one go; not their backward, and not torch's mathematical form."""

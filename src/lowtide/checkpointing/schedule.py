@@ -28,6 +28,7 @@ import torch
 
 from lowtide._torch import (
     StorageWeakRef,
+    alias_of,
     aliases_parameter,
     disable_dynamo,
     is_zero_tensor,
@@ -147,7 +148,7 @@ class RegionCall:
         if span is None:
             self.ledger.unmovable_bytes += tensor.nbytes if is_wanted else 0
             self.ledger.saved_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
-            kept = tensor.detach()
+            kept = alias_of(tensor)
             return Packed(self, None, kept, kept, version)
         self.moves_something = True
         entry, is_new = self._schedule.entry(tensor, span)
@@ -300,7 +301,7 @@ def _identity(tensor: torch.Tensor, span: Span) -> tuple[Any, ...]:
 
 def _version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that shares `tensor`'s version counter."""
-    probe = tensor.detach()
+    probe = alias_of(tensor)
     with torch.no_grad(), keep_version(probe):
         probe.set_()  # type: ignore[call-overload]
     return probe
