@@ -314,15 +314,18 @@ class Failing(nn.Module):
 
 
 class TestRefused:
-    def test_a_kept_output_that_is_changed_in_place(self):
+    def test_a_kept_output_that_is_changed_in_place_after_the_forward(self):
         def forward(x, weight):
             y = x @ weight
-            y += 1
-            return (y * y).sum()
+            return y, y.sin()
 
         x, weight = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
-        with pytest.raises(InPlaceError, match=r"forward.*aten::mm.*keep= keeps, was modified.*leave aten::mm out"):
-            lowtide.checkpoint(forward, x, weight, keep="matmul").backward()
+        y, z = lowtide.checkpoint(forward, x, weight, keep="matmul")
+        y.detach().add_(1)
+        with pytest.raises(
+            InPlaceError, match=r"forward.*aten::mm, which keep= keeps, was modified.*leave aten::mm out"
+        ):
+            z.sum().backward()
 
     def test_a_recompute_that_calls_an_operator_more_often(self):
         runs = []
@@ -415,6 +418,61 @@ class TestWords:
             assert mm.default in KeptOperators([word])
             assert mm.out not in KeptOperators([word])
             assert torch.ops.aten.bmm.default not in KeptOperators([word])
+
+
+class TestOutputsChangedInPlace:
+    """PEFT adds adapters in place: what the forward changes after it was kept is computed again."""
+
+    @pytest.mark.parametrize("shape", [(4, 4), (2, 4, 4), (2, 3, 4, 4)], ids=len)
+    @pytest.mark.parametrize(
+        "product", [torch.matmul, F.linear, lambda x, w: F.linear(x, w, w[0])], ids=["matmul", "linear", "bias"]
+    )
+    def test_gradients_are_those_of_the_plain_model(self, product, shape):
+        """Of more than two dimensions, a product's memory is returned under another count of changes."""
+
+        def forward(x, weight):
+            y = product(x, weight)
+            y += 1
+            return (y * product(y, weight)).exp()
+
+        found = []
+        for run in (lambda *args: lowtide.checkpoint(forward, *args, keep="matmul"), forward):
+            for seed in range(2):
+                torch.manual_seed(seed)
+                x, weight = (torch.randn(size).div_(4).requires_grad_() for size in (shape, (4, 4)))
+                with Counted() as counted:
+                    run(x, weight).sum().backward()
+            found.append([x.grad, weight.grad, counted.calls["mm"] + counted.calls["addmm"]])
+        assert_same(found[0][:2], found[1][:2])
+        assert found[0][2] == found[1][2] + 1, "the one that was changed is computed again, the other is not"
+
+    def test_of_attention_that_is_written_out(self):
+        def forward(x):
+            attended = torch.matmul(torch.softmax(torch.matmul(x, x), -1), x)
+            attended += x
+            return attended.sin()
+
+        found = []
+        for run in (lambda x: lowtide.checkpoint(forward, x, keep="attention"), forward):
+            for seed in range(2):
+                torch.manual_seed(seed)
+                x = torch.randn(2, 4, 4, requires_grad=True)
+                run(x).sum().backward()
+            found.append([x.grad])
+        assert_same(*found)
+
+    def test_if_there_are_no_others_the_guard_says_so(self):
+        class Changing(Block):
+            def forward(self, x):
+                attended = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])
+                attended += 1
+                return self.mlp(attended[:, 0])
+
+        model = nn.Sequential(Changing(), Changing())
+        lowtide.apply(model, "recompute(keep=attention)")
+        loss = model(torch.randn(2, TOKENS, WIDTH, requires_grad=True)).sum()
+        with pytest.raises(SilentNoOpError, match=r"it changes what aten::_scaled_dot.* returned in place"):
+            loss.backward()
 
 
 class TestGuard:

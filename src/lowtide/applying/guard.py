@@ -285,12 +285,18 @@ def _nothing_to_offload(name: str) -> str:
 
 
 def _nothing_to_keep(region: WatchedRegion) -> str:
-    seen = region.keeping.seen if region.keeping is not None else {}
-    most = ", ".join(f"{name} ({count})" for name, count in sorted(seen.items(), key=lambda pair: -pair[1])[:6])
+    keeping = region.keeping
+    if keeping is not None and keeping.changed:
+        what = ", ".join(sorted(keeping.changed))
+        why = f"it changes what {what} returned in place, so that everything is recomputed"
+    else:
+        seen = sorted(keeping.seen.items(), key=lambda pair: -pair[1])[:6] if keeping is not None else []
+        most = ", ".join(f"{name} ({count})" for name, count in seen)
+        called = f"It called {most}" if most else "It called no operator that could be seen: is it compiled?"
+        why = f"it called no such operator, so that everything is recomputed. {called}"
     return (
-        f"region {region.name!r}: expected to keep {' and '.join(region.policy.keep)}, and it called no such operator: "
-        f"everything is recomputed. It called {most or 'no operator that could be seen: is it compiled?'}. Name one of "
-        "its operators in keep=[...], or leave keep= out"
+        f"region {region.name!r}: expected to keep {' and '.join(region.policy.keep)}, and {why}. Name one of its "
+        "operators in keep=[...], or leave keep= out"
     )
 
 

@@ -29,7 +29,8 @@ from lowtide._torch import (
     storage_key,
     version_of,
 )
-from lowtide.checkpointing.kept_operators import KeptOperators, is_product, makes_scores, name_of
+from lowtide.checkpointing.kept_operators import KeptOperators, hides_changes, is_product, makes_scores, name_of
+from lowtide.checkpointing.schedule import version_probe
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import TensorTree, flatten
@@ -37,8 +38,12 @@ from lowtide.tensor_tree import TensorTree, flatten
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lowtide.checkpointing.schedule import RegionCall
+    from lowtide.checkpointing.schedule import Packed, RegionCall
     from lowtide.counters import RegionLedger
+
+
+COMPUTE = object()
+"""Stands for an output that was not kept after all."""
 
 
 class Keeping:
@@ -48,6 +53,8 @@ class Keeping:
         self.operators = operators
         self.seen: collections.Counter[str] = collections.Counter()
         """The operators that a call of the region used, for the message if none of them is dear."""
+        self.changed: set[str] = set()
+        """Operators whose outputs the region changes in place."""
         self.places: _Places | None = None
         """Where to look; None if the next call shall show it."""
 
@@ -101,7 +108,9 @@ class KeptOutputs:
         self._region = region
         self._places = region.places
         self._module = None if module is None else weakref.ref(module)
-        self._entries: dict[Any, list[_Entry]] = collections.defaultdict(list)
+        self._entries: dict[Any, list[_Entry | None]] = collections.defaultdict(list)
+        self._newest: tuple[_Entry, list[int]] | None = None
+        """The output that was kept last, and the storages of its tensors."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward, and keep the outputs of dear operators."""
@@ -112,10 +121,12 @@ class KeptOutputs:
             self._region.seen = look.seen
             self._region.places = look.places()
             self._places = look.places_of_all()
+            self._drop_changed()
             return result
         result = _run_watched(self._places, _Keep(self), function, args, kwargs)
         if self.count != self._places.kept:
             self._region.places = None
+        self._drop_changed()
         return result
 
     def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,12 +144,19 @@ class KeptOutputs:
         """Keep an output of `operator`. Outputs with one key are recalled in the order in which they were kept."""
         tensors, tree = ([output], None) if isinstance(output, torch.Tensor) else flatten(output)
         state = RandomState(*tensors) if self.operators.draws(operator, args) else None
-        packed = [self._pack(tensor, operator) for tensor in tensors]
-        self._entries[key].append(_Entry(packed, tree, state, position))
+        packed = [self._pack(tensor) for tensor in tensors]
+        entry = _Entry(name_of(operator), packed, tree, state, position, [])
+        self._entries[key].append(entry)
+        self._newest = (entry, [storage_key(tensor.untyped_storage()) for tensor in tensors])
         self.ledger.kept_outputs += 1
 
+    def watch(self, view: torch.Tensor) -> None:
+        """Take note of changes in place of a tensor that may share memory with the newest output."""
+        if self._newest is not None and storage_key(view.untyped_storage()) in self._newest[1]:
+            self._newest[0].probes.append((version_probe(view), version_of(view)))
+
     def recall(self, key: Any, operator: Any, index: int) -> Any:
-        """Return the output that was kept as number `index` of its key."""
+        """Return the output that was kept as number `index` of its key; `COMPUTE` if it has to be computed again."""
         entries = self._entries.get(key, ())
         if index >= len(entries):
             raise LowtideError(
@@ -146,34 +164,61 @@ class KeptOutputs:
                 f"did, which was {len(entries)} times, so it is not clear which output is which. Make the forward do "
                 "the same whenever it runs, or leave the operator out of keep="
             )
+        entry = entries[index]
+        if entry is None:
+            return COMPUTE
+        if entry.is_changed:
+            raise InPlaceError(
+                f"region {self.ledger.name!r}: the output of {entry.operator}, which keep= keeps, was modified by an "
+                "inplace operation after the region's forward. Modify a copy of it, for example x = x + 1 instead of "
+                f"x += 1, or leave {entry.operator} out of keep="
+            )
         self.ledger.recalled_outputs += 1
-        return entries[index].get()
+        return entry.get()
 
     def position(self, key: Any) -> int | None:
         """Return which product of a function's call was kept, if one was."""
         entries = self._entries.get(key)
-        return entries[0].position if entries else None
+        return entries[0].position if entries and entries[0] is not None else None
 
-    def _pack(self, tensor: torch.Tensor, operator: Any) -> Callable[[], torch.Tensor]:
+    def _drop_changed(self) -> None:
+        """Let go of outputs that the forward has changed in place after they were kept: they are computed again."""
+        for entries in self._entries.values():
+            for index, entry in enumerate(entries):
+                if entry is not None and entry.is_changed:
+                    entries[index] = None
+                    self.ledger.kept_outputs -= 1
+                    self._region.changed.add(entry.operator)
+
+    def _pack(self, tensor: torch.Tensor) -> _Held | Packed:
         alias = alias_of(tensor)
         if self.call is None:
-            return _Held(alias, version_of(alias), self.ledger.name, name_of(operator)).get
-        call, packed = self.call, self.call.pack(alias)
-        return lambda: call.unpack(packed)
+            return _Held(alias, version_of(alias))
+        return self.call.pack(alias)
 
 
 class _Entry(NamedTuple):
-    """One kept output: how to get its tensors, where they belong, and the random state after an operator that draws."""
+    """One kept output: its tensors, where they belong, and the random state after an operator that draws."""
 
-    packed: list[Callable[[], torch.Tensor]]
+    operator: str
+    packed: list[_Held | Packed]
     tree: TensorTree | None
     state: RandomState | None
     position: int
+    probes: list[tuple[torch.Tensor, int]]
+    """Tensors without memory whose version says whether another view was changed, and that version."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its memory was changed in place since it was kept."""
+        is_packed_changed = any(packed.is_changed for packed in self.packed)
+        return is_packed_changed or any(version_of(probe) != version for probe, version in self.probes)
 
     def get(self) -> Any:
+        """Return the output, as new tensors over the same memory."""
         if self.state is not None:
             self.state.set()
-        tensors = [alias_of(get()) for get in self.packed]
+        tensors = [alias_of(packed.get()) for packed in self.packed]
         return tensors[0] if self.tree is None else self.tree.unflatten(tensors)
 
 
@@ -182,16 +227,14 @@ class _Held(NamedTuple):
 
     tensor: torch.Tensor
     version: int
-    region: str
-    operator: str
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since."""
+        return version_of(self.tensor) != self.version
 
     def get(self) -> torch.Tensor:
-        if version_of(self.tensor) != self.version:
-            raise InPlaceError(
-                f"region {self.region!r}: the output of {self.operator}, which keep= keeps, was modified by an inplace "
-                f"operation (it was at version {self.version} and is now at version {version_of(self.tensor)}). Modify "
-                f"a copy of it, for example x = x + 1 instead of x += 1, or leave {self.operator} out of keep="
-            )
+        """Return the tensor."""
         return self.tensor
 
 
@@ -287,7 +330,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Keep(_Mode):  # type: ignore[no-untyped-call]
     """Keeps what dear operators return."""
 
-    _last: tuple[Any, Any, Any, int] | None = None
+    def __init__(self, outputs: KeptOutputs) -> None:
+        super().__init__(outputs)
+        self._last: tuple[Any, Any, Any, int] | None = None
+        """The last product of the function that runs, if that is dear."""
+        self._views: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -296,14 +343,19 @@ class _Keep(_Mode):  # type: ignore[no-untyped-call]
         if func in self._operators:
             self._outputs.keep(func, func, output, args)
         elif self._function is not None and is_product(func):
-            self._last = (func, output, args, self._products)
+            self._last, self._views = (func, output, args, self._products), []
             self._products += 1
+        elif hides_changes(func):
+            self._outputs.watch(output)
+            self._views.append(output)
         return output
 
     def end(self) -> None:
         if self._last is not None:
             self._outputs.keep(self._function, *self._last)
-            self._last = None
+            for view in self._views:
+                self._outputs.watch(view)
+        self._last, self._views = None, []
         super().end()
 
 
@@ -325,7 +377,8 @@ class _Recall(_Mode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         turn = self._turn[key]
         self._turn[key] += 1
-        return self._outputs.recall(key, func, turn)
+        recalled = self._outputs.recall(key, func, turn)
+        return func(*args, **(kwargs or {})) if recalled is COMPUTE else recalled
 
 
 # --- A close look ---------------------------------------------------------------------------------------------------
@@ -353,6 +406,8 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
         if func in self._operators:
             self._outputs.keep(func, func, output, args)
             (call or self.functions.note(None)).is_dear = True
+        elif hides_changes(func):
+            self._outputs.watch(output)
         elif call is not None and self._operators.wants_written_out_attention:
             self._follow_scores(call, func, args, output)
         return output

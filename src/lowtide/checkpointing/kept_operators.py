@@ -134,3 +134,11 @@ def makes_scores(operator: Any) -> bool:
 def is_product(operator: Any) -> bool:
     """Return whether an operator is a product as attention has one of its scores and values."""
     return name_of(operator) in _BATCHED_PRODUCTS
+
+
+def hides_changes(operator: Any) -> bool:
+    """Return whether an operator's output shares memory with its input, but not the count of changes in place.
+
+    Products of more than two dimensions end with such an operator.
+    """
+    return name_of(operator) == "aten::_unsafe_view"

@@ -159,12 +159,12 @@ class RegionCall:
             self._entries.append(weakref.ref(entry))
         elif self._is_region and entry not in self._living_entries() and not entry.stored.is_away:
             entry.stays = True  # regions share it, and it is still here: bringing it back for each would cost more
-        return Packed(self, (entry, span), None, _version_probe(tensor), version)
+        return Packed(self, (entry, span), None, version_probe(tensor), version)
 
     @disable_dynamo  # compiled autograd would look into the store
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return a packed tensor (autograd's hook), and begin to fetch the tensors of the calls before this one."""
-        if version_of(packed.probe) != packed.version:
+        if packed.is_changed:
             raise InPlaceError(
                 f"region {self.ledger.name!r}: a tensor needed for backward was modified by an inplace operation after "
                 f"it was saved (it was at version {packed.version} and is now at version {version_of(packed.probe)}). "
@@ -255,6 +255,15 @@ class Packed:
     version: int
     was_requested: bool = False
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        return version_of(self.probe) != self.version
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.call.unpack(self)
+
 
 @dataclasses.dataclass(eq=False)
 class _Entry:
@@ -299,7 +308,7 @@ def _identity(tensor: torch.Tensor, span: Span) -> tuple[Any, ...]:
     return (tensor.device, storage_key(storage), tensor.dtype, span.start, span.length, version_of(tensor))
 
 
-def _version_probe(tensor: torch.Tensor) -> torch.Tensor:
+def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that shares `tensor`'s version counter."""
     probe = alias_of(tensor)
     with torch.no_grad(), keep_version(probe):
