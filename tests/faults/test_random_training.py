@@ -38,6 +38,11 @@ CORPUS = {
     "a state loaded": Program(BARE, in_between("state loaded")),
     "a state assigned": Program(BARE, in_between("state assigned")),
     "a hook that looks around": Program((("hook looks around activation",),) * 2, TRAINING),
+    "a gradient inside": Program((("mlp: gradient inside",),) * 2, TRAINING),
+    "a gradient inside, and a hook": Program((("hook counts activation", "mlp: gradient inside"),) * 2, TRAINING),
+    "a gradient inside, and a hook that looks around": Program(
+        (("hook looks around activation", "mlp: gradient inside"),) * 2, TRAINING
+    ),
     "old spectral norm": Program((("spectral norm, old",),) * 2, TRAINING),
     "cached parametrizations": Program((("weight norm",),) * 4, ("cached", "step", "cached")),
     "state through .data": Program((("buffer .data",),) * 3, TRAINING),
