@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import lowtide
+from lowtide._torch import FSDP1_MARK
 from lowtide.buffers import SMALL_BYTES
 from lowtide.checkpointing.forward_state import LOOKS
 
@@ -91,6 +92,36 @@ def give_other_data(net):
 
 def change_frozen_weight(net):
     net[1].frozen.mul_(2)
+
+
+class Marked(Region):
+    """Its weights carry a note of the program, as some optimizers want them to; sharded weights are known by theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for weight in self.parameters():
+            weight.lr_scale = 0.1
+
+
+@every_way
+@pytest.mark.parametrize("change", [with_sgd, give_other_data, change_frozen_weight])
+def test_a_weight_with_attributes_that_changes_is_refused(way, change):
+    with pytest.raises(lowtide.errors.InPlaceError, match=r"weight '\w+' of shape .* between forward and backward"):
+        gradients_after(way, change, Marked)
+
+
+@every_way
+@pytest.mark.parametrize("mark", ["ds_id", FSDP1_MARK])
+def test_a_weight_that_is_gathered_for_each_use_is_left_to_its_owner(way, mark):
+    """ZeRO-3 and FSDP1 give a weight other data whenever they gather it."""
+    net = stack()
+    for weight in net.parameters():
+        setattr(weight, mark, 1)
+    loss = way(net)(inputs()).square().sum()
+    gathered_again = net[1].up.weight.data.clone()
+    net[1].up.weight.data = gathered_again
+    loss.backward()
+    assert_equal([net[1].up.weight.grad], [gradients_after(lambda net: net, nothing)[4]])
 
 
 @every_way
@@ -386,14 +417,15 @@ def change_attribute(net):
 
 
 class Scales(Region):
-    factor = 2.0
+    """Reads a number before everything else, so all that is recomputed depends on it. Its activation has no number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = 2.0
+        self.act = nn.Tanh()
 
     def forward(self, x):
-        return super().forward(x) * self.factor
+        return super().forward(self.act(x * self.factor))
 
 
 class Hooked(Region):
