@@ -64,7 +64,7 @@ NEAR = {
     "attributes": ["tests/checkpointing"],
     "buffers": ["tests/test_buffers.py", "tests/checkpointing"],
     "tensor_tree": ["tests/test_tensor_tree.py", "tests/checkpointing"],
-    "weights": ["tests/checkpointing", "tests/tiling"],
+    "weights": ["tests/test_weights.py", "tests/checkpointing", "tests/tiling"],
     "randomness": ["tests/test_randomness.py", "tests/tiling"],
     "applying": ["tests/applying"],
     "auditing": ["tests/auditing/test_comparison.py", "tests/auditing"],

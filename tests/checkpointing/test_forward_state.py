@@ -347,6 +347,18 @@ class ReplacesAverage(Averages):
         return Region.forward(self, x) * (1 + self.mean)
 
 
+class UsesUp(Region):
+    """A list for the first call only, which is gone after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = [2.0]
+
+    def forward(self, x):
+        factor = vars(self).pop("first", [1.0])[0]
+        return super().forward(x * factor)
+
+
 class AveragesInDict(Region):
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +409,17 @@ class AveragesAndTakesGradient(Averages):
         return y + force
 
 
-UNSEEN = [WritesUnseen, WritesTableUnseen, Counts, Initializes, Flags, Averages, ReplacesAverage, AveragesInDict]
+UNSEEN = [
+    UsesUp,
+    WritesUnseen,
+    WritesTableUnseen,
+    Counts,
+    Initializes,
+    Flags,
+    Averages,
+    ReplacesAverage,
+    AveragesInDict,
+]
 UNSEEN += [Remembers, Draws, TakesGradient, AveragesAndTakesGradient]
 
 
@@ -484,13 +506,22 @@ class LeavesLoss(Region):
         return super().forward(x)
 
 
+class LeavesLossAndBuffer(LeavesLoss):
+    """It puts another tensor in its buffer's place, too: what it did to attributes then is put back with that."""
+
+    def forward(self, x):
+        self.ema = 0.9 * self.ema + 0.1
+        return super().forward(x)
+
+
 @every_way
-def test_what_a_call_leaves_in_an_attribute_is_the_last_calls(way):
+@pytest.mark.parametrize("kind", [LeavesLoss, LeavesLossAndBuffer])
+def test_what_a_call_leaves_in_an_attribute_is_the_last_calls(way, kind):
     def left(way):
-        net = way(stack(LeavesLoss))
+        net = way(stack(kind))
         for _ in range(LOOKS + 1):
             (net(inputs(1)).sum() + net(inputs(2)).sum()).backward()
-        return [region.auxiliary.detach() for region in net.modules() if isinstance(region, LeavesLoss)]
+        return [region.auxiliary.detach() for region in net.modules() if isinstance(region, kind)]
 
     assert_equal(left(way), left(lambda net: net))
 

@@ -415,6 +415,13 @@ def test_a_tile_may_take_a_gradient_of_its_own(policy):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_tiles_of_different_types_are_refused():
+    """Otherwise a part of the output would be rounded to the type of the first tile."""
+    types = iter([torch.float32, torch.float32, torch.float64])
+    with pytest.raises(NotTokenWiseError, match=r"is torch.float64 for tile 2 and torch.float32 for the first one"):
+        lowtide.tile(lambda x: x.to(next(types)), torch.randn(9, 8), tokens=3)
+
+
 def test_a_tile_that_takes_a_gradient_and_changes_its_input_is_refused():
     """It would have to run again on what it has changed, in a checkpoint without anybody's notice."""
     weight = torch.ones(8, requires_grad=True)
