@@ -472,6 +472,33 @@ def test_an_attribute_that_the_program_changes_before_backward_is_as_in_forward(
     assert_equal(gradients_after(way, change_attribute, Scales), gradients_after(lambda net: net, nothing, Scales))
 
 
+class Bare(nn.Module):
+    """It has no buffer and changes nothing: as long as all is as it was, a recompute puts nothing back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(8, 16), nn.Linear(16, 8), nn.Tanh()
+        self.factor = 2.0
+        self.hook = self.up.register_forward_hook(Hooked.double, with_kwargs=True)
+
+    def forward(self, x):
+        x = self.act(x * self.factor * (2 if self.training else 1))
+        return self.act(self.down(self.act(self.up(x))))
+
+
+@every_way
+@pytest.mark.parametrize("change", [add_hook, remove_hook, change_attribute, evaluate, freeze, replace_parameter])
+def test_a_region_without_buffers_computes_what_it_computed_whatever_was_changed(way, change):
+    assert_equal(gradients_after(way, change, Bare), gradients_after(lambda net: net, change, Bare))
+
+
+@every_way
+@pytest.mark.parametrize("change", [with_sgd, give_other_data])
+def test_a_region_without_buffers_whose_weight_changes_is_refused(way, change):
+    with pytest.raises(lowtide.errors.InPlaceError, match="between forward and backward"):
+        gradients_after(way, change, Bare)
+
+
 def run_both(block, x, *, last):
     return last(block(x))
 
