@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lowtide.errors import InPlaceError
 from lowtide.weights import are_as_noted, as_in_forward, check_unchanged, replaced_weights, weights_of, without_moved
@@ -94,3 +95,13 @@ def test_a_weight_whose_data_moved_in_forward_may_move_again_and_others_may_not(
 def test_weights_that_stayed_in_place_are_noted_as_they_were():
     noted = weights_of(net(), called=True)
     assert without_moved(noted) is noted
+
+
+def test_weights_that_fsdp2_gathers_as_a_module_is_called_are_left_to_it():
+    """Called from within its hooks, the module has gathered its own already."""
+    linear = nn.Linear(4, 4)
+    linear.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # as fully_shard does
+    assert weights_of(linear, called=True) == []
+    assert [weight.name for weight in weights_of(linear, called=False)] == ["weight", "bias"]
+    beside = nn.Sequential(nn.Linear(4, 4, bias=False), linear)
+    assert [weight.tensor for weight in weights_of(beside, called=True)] == [beside[0].weight]
