@@ -184,6 +184,7 @@ def test_the_default_tile_comes_from_bytes():
     assert tokens_per_tile(x, mlp) == TILE_BYTES // (2 * (2 * 14336 + 4096))
     assert 8_000 <= tokens_per_tile(x, mlp) <= 32_000
     assert tokens_per_tile(x, None) == TILE_BYTES // (2 * 8 * 4096)
+    assert tokens_per_tile(x, nn.GELU()) == tokens_per_tile(x, None), "a module that does not tell its width"
 
 
 def test_ledger_of_the_default(monkeypatch):
