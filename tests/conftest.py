@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,12 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def _device_comes_first() -> None:
-    """Torch starts its backward threads with the first backward, for the devices that it knows then."""
+    """Torch starts its backward threads with the first backward, for the devices that it knows then.
+
+    It imports its compiler with the first function that the compiler must not see. What the import leaves in cycles
+    holds the frames around it, and so the tensors of the test that happens to be the first.
+    """
+    importlib.import_module("torch._dynamo")
     simdevice.enable()
 
 

@@ -179,3 +179,20 @@ def test_packed_weights_are_not_copied(run):
     with ClonedBytes() as cloned:
         run(block, torch.randn(1, 8, 8, requires_grad=True)).sum().backward()
     assert 0 < cloned.bytes < PACKED_BYTES
+
+
+class CountsTokens(Counts):
+    """A count of tokens, in another tensor each time, which its output does not depend on."""
+
+    def forward(self, x):
+        self.runs = self.runs + len(x)
+        return torch.tanh(self.linear(x))
+
+
+def test_a_tile_that_runs_again_leaves_the_buffer_that_forward_made():
+    block = CountsTokens()
+    out = lowtide.tile(block, torch.randn(10, 8, requires_grad=True), tokens=3)
+    made = block.runs
+    out.sum().backward()
+    assert block.runs is made
+    assert made == 10

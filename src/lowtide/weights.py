@@ -49,7 +49,7 @@ class Weight(NamedTuple):
     requires_grad: bool
 
 
-def weights_of(module: nn.Module, *, called: bool = False) -> list[Weight]:
+def weights_of(module: nn.Module, *, called: bool) -> list[Weight]:
     """Return the weights that are always there, in `module` and its parts: not those that FSDP or ZeRO-3 gather.
 
     `called` says that the module itself will be called, hooks included, and not its forward from within the hooks.

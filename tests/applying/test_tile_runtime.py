@@ -57,6 +57,26 @@ def x(*lead):
     return torch.randn(*(lead or (2, 48)), 32, dtype=torch.double)
 
 
+def test_the_trial_of_a_gradient_inside_is_not_seen_by_a_checkpoint():
+    """Its saved tensors would be waited for in the recompute, which has no trial."""
+
+    def plus_slope(_mlp, y):
+        with torch.enable_grad():
+            point = y if y.requires_grad else y.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(point.sin().sum(), point, create_graph=True)
+        return y + slope
+
+    def gradient(policy):
+        model, value = model_of(lambda: Mlp(plus_slope)), x().requires_grad_()
+        applied = lowtide.apply(model, policy)
+        model[1](model[0](value)).square().sum().backward()
+        return value.grad, sum(tiled.recomputed_tiles for tiled in applied.report().tiles)
+
+    ours, tiles = gradient("recompute+tile(mlp, tokens=10)")
+    torch.testing.assert_close(ours, gradient("none")[0])
+    assert tiles > 0
+
+
 def test_the_trial_is_not_seen_by_selective_checkpointing():
     """Its products would be cached, and popped by the recompute instead of the tile's."""
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import lowtide
+from lowtide._torch import FSDP1_MARK
 from lowtide.buffers import SMALL_BYTES
 from lowtide.checkpointing.forward_state import LOOKS
 
@@ -91,6 +92,36 @@ def give_other_data(net):
 
 def change_frozen_weight(net):
     net[1].frozen.mul_(2)
+
+
+class Marked(Region):
+    """Its weights carry a note of the program, as some optimizers want them to; sharded weights are known by theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for weight in self.parameters():
+            weight.lr_scale = 0.1
+
+
+@every_way
+@pytest.mark.parametrize("change", [with_sgd, give_other_data, change_frozen_weight])
+def test_a_weight_with_attributes_that_changes_is_refused(way, change):
+    with pytest.raises(lowtide.errors.InPlaceError, match=r"weight '\w+' of shape .* between forward and backward"):
+        gradients_after(way, change, Marked)
+
+
+@every_way
+@pytest.mark.parametrize("mark", ["ds_id", FSDP1_MARK])
+def test_a_weight_that_is_gathered_for_each_use_is_left_to_its_owner(way, mark):
+    """ZeRO-3 and FSDP1 give a weight other data whenever they gather it."""
+    net = stack()
+    for weight in net.parameters():
+        setattr(weight, mark, 1)
+    loss = way(net)(inputs()).square().sum()
+    gathered_again = net[1].up.weight.data.clone()
+    net[1].up.weight.data = gathered_again
+    loss.backward()
+    assert_equal([net[1].up.weight.grad], [gradients_after(lambda net: net, nothing)[4]])
 
 
 @every_way
@@ -316,6 +347,18 @@ class ReplacesAverage(Averages):
         return Region.forward(self, x) * (1 + self.mean)
 
 
+class UsesUp(Region):
+    """A list for the first call only, which is gone after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = [2.0]
+
+    def forward(self, x):
+        factor = vars(self).pop("first", [1.0])[0]
+        return super().forward(x * factor)
+
+
 class AveragesInDict(Region):
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +409,17 @@ class AveragesAndTakesGradient(Averages):
         return y + force
 
 
-UNSEEN = [WritesUnseen, WritesTableUnseen, Counts, Initializes, Flags, Averages, ReplacesAverage, AveragesInDict]
+UNSEEN = [
+    UsesUp,
+    WritesUnseen,
+    WritesTableUnseen,
+    Counts,
+    Initializes,
+    Flags,
+    Averages,
+    ReplacesAverage,
+    AveragesInDict,
+]
 UNSEEN += [Remembers, Draws, TakesGradient, AveragesAndTakesGradient]
 
 
@@ -386,14 +439,15 @@ def change_attribute(net):
 
 
 class Scales(Region):
-    factor = 2.0
+    """Reads a number before everything else, so all that is recomputed depends on it. Its activation has no number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = 2.0
+        self.act = nn.Tanh()
 
     def forward(self, x):
-        return super().forward(x) * self.factor
+        return super().forward(self.act(x * self.factor))
 
 
 class Hooked(Region):
@@ -416,6 +470,33 @@ def test_a_hook_that_comes_or_goes_before_backward_changes_nothing(way, change):
 def test_an_attribute_that_the_program_changes_before_backward_is_as_in_forward(way):
     """A schedule of dropout's `p`, for example."""
     assert_equal(gradients_after(way, change_attribute, Scales), gradients_after(lambda net: net, nothing, Scales))
+
+
+class Bare(nn.Module):
+    """It has no buffer and changes nothing: as long as all is as it was, a recompute puts nothing back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(8, 16), nn.Linear(16, 8), nn.Tanh()
+        self.factor = 2.0
+        self.hook = self.up.register_forward_hook(Hooked.double, with_kwargs=True)
+
+    def forward(self, x):
+        x = self.act(x * self.factor * (2 if self.training else 1))
+        return self.act(self.down(self.act(self.up(x))))
+
+
+@every_way
+@pytest.mark.parametrize("change", [add_hook, remove_hook, change_attribute, evaluate, freeze, replace_parameter])
+def test_a_region_without_buffers_computes_what_it_computed_whatever_was_changed(way, change):
+    assert_equal(gradients_after(way, change, Bare), gradients_after(lambda net: net, change, Bare))
+
+
+@every_way
+@pytest.mark.parametrize("change", [with_sgd, give_other_data])
+def test_a_region_without_buffers_whose_weight_changes_is_refused(way, change):
+    with pytest.raises(lowtide.errors.InPlaceError, match="between forward and backward"):
+        gradients_after(way, change, Bare)
 
 
 def run_both(block, x, *, last):
@@ -452,13 +533,22 @@ class LeavesLoss(Region):
         return super().forward(x)
 
 
+class LeavesLossAndBuffer(LeavesLoss):
+    """It puts another tensor in its buffer's place, too: what it did to attributes then is put back with that."""
+
+    def forward(self, x):
+        self.ema = 0.9 * self.ema + 0.1
+        return super().forward(x)
+
+
 @every_way
-def test_what_a_call_leaves_in_an_attribute_is_the_last_calls(way):
+@pytest.mark.parametrize("kind", [LeavesLoss, LeavesLossAndBuffer])
+def test_what_a_call_leaves_in_an_attribute_is_the_last_calls(way, kind):
     def left(way):
-        net = way(stack(LeavesLoss))
+        net = way(stack(kind))
         for _ in range(LOOKS + 1):
             (net(inputs(1)).sum() + net(inputs(2)).sum()).backward()
-        return [region.auxiliary.detach() for region in net.modules() if isinstance(region, LeavesLoss)]
+        return [region.auxiliary.detach() for region in net.modules() if isinstance(region, kind)]
 
     assert_equal(left(way), left(lambda net: net))
 

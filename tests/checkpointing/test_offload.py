@@ -45,6 +45,7 @@ def test_gradients_are_bit_identical_and_bytes_move(sim):
     assert all(torch.equal(a, b) for a, b in zip(train(net, context), expected, strict=True))
     assert context.ledger.packed_bytes > 4 * 128 * 256 * 4
     assert context.ledger.restored_bytes == context.ledger.packed_bytes
+    assert context.ledger.unmovable_bytes == 0, "weights and small tensors need not move"
     assert simdevice.stats().pinned_bytes == 0
 
 

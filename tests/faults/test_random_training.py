@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import random
 import time
 
 import pytest
+import torch
 
 from lowtide import simdevice
 from support.programs import ENGINES, PLAIN, Engine, Outcome, Program, minimised, outcome_of, random_program, verdict
@@ -38,6 +40,11 @@ CORPUS = {
     "a state loaded": Program(BARE, in_between("state loaded")),
     "a state assigned": Program(BARE, in_between("state assigned")),
     "a hook that looks around": Program((("hook looks around activation",),) * 2, TRAINING),
+    "a gradient inside": Program((("mlp: gradient inside",),) * 2, TRAINING),
+    "a gradient inside, and a hook": Program((("hook counts activation", "mlp: gradient inside"),) * 2, TRAINING),
+    "a gradient inside, and a hook that looks around": Program(
+        (("hook looks around activation", "mlp: gradient inside"),) * 2, TRAINING
+    ),
     "old spectral norm": Program((("spectral norm, old",),) * 2, TRAINING),
     "cached parametrizations": Program((("weight norm",),) * 4, ("cached", "step", "cached")),
     "state through .data": Program((("buffer .data",),) * 3, TRAINING),
@@ -56,12 +63,25 @@ CORPUS = {
 }
 
 
-def engines() -> list[Engine]:
-    """Return all engines in `make fuzz`, else those without the emulated device.
+@pytest.fixture(autouse=True)
+def _nothing_stays():
+    """Programs that fail in the middle of a step leave nothing on the device or in pinned memory once they are gone."""
+    before = memory_in_use()
+    yield
+    assert memory_in_use() == before
 
-    Programs that fail in the middle of a step may leave its pinned memory in use, which tests after them count.
+
+def memory_in_use() -> tuple[int, int]:
+    """Return bytes on the emulated device and in pinned memory.
+
+    Errors are in cycles with the frames that they went through, copies may be under way, and the device's thread for
+    backward lets go of one that failed a moment later than the program.
     """
-    return ENGINES if MINUTES else [engine for engine in ENGINES if engine.device != "sim"]
+    gc.collect()
+    torch.ones(1, device="sim", requires_grad=True).sum().backward()
+    torch.sim.synchronize()
+    stats = simdevice.stats()
+    return stats.live_bytes, stats.pinned_bytes
 
 
 def check(program: Program, chosen: list[Engine], directory: str) -> dict[str, str]:
@@ -84,22 +104,22 @@ def judge(program: Program, engine: Engine, directory: str, plain: Outcome | Non
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_known_program(name, tmp_path):
-    check(CORPUS[name], engines(), str(tmp_path))
+    check(CORPUS[name], ENGINES, str(tmp_path))
 
 
 def search(seed: int, count: int, directory: str) -> collections.Counter:
     """Run random programs, each with a third of the engines, and count the verdicts of every engine."""
     source, tally = random.Random(seed), collections.Counter()  # noqa: S311
     for number in range(count):
-        tally.update(check(random_program(source), engines()[number % 3 :: 3], directory).items())
+        tally.update(check(random_program(source), ENGINES[number % 3 :: 3], directory).items())
     return tally
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed, tmp_path):
-    tally = search(seed, 100, str(tmp_path))
-    equal = {engine.name for engine in engines() if tally[engine.name, "equal"]}
-    assert {engine.name for engine in engines()} - equal <= {"tile"}, tally  # which a Llama needs, and they are few
+    tally = search(seed, 25, str(tmp_path))
+    equal = {engine.name for engine in ENGINES if tally[engine.name, "equal"]}
+    assert {engine.name for engine in ENGINES} - equal <= {"tile"}, tally  # which a Llama needs, and they are few
 
 
 if MINUTES:

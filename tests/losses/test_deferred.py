@@ -67,6 +67,7 @@ STEPS = {
     "bias": lambda x: x + BIAS,
     "bias, other side": lambda x: torch.add(x, BIAS),
     "scale": lambda x: 3 * x,
+    "scale to nothing": lambda x: 0 * x,
     "scale twice": lambda x: (x * 3) * 0.5,
     "divide": lambda x: x / 4,
     "softcap": lambda x: 5 * (x / 5).tanh(),

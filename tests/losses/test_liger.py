@@ -49,6 +49,7 @@ def test_it_is_taken_on_cuda(installed):
     ("hidden", "options", "reason"),
     [
         (on_cuda(device=torch.device("meta")), {}, "on meta"),
+        (on_cuda(device=torch.device("cpu")), {}, "on cpu"),
         (on_cuda(dtype=torch.double), {}, "float64"),
         (on_cuda(dtype=torch.float16), {}, "float16"),
         (on_cuda(requires_grad=False), {}, "bias gradient"),
@@ -56,10 +57,17 @@ def test_it_is_taken_on_cuda(installed):
         (on_cuda(), {"logit_softcap": 2.0}, "a scale or a softcap"),
     ],
 )
-def test_where_it_is_not_right_it_is_not_taken(installed, hidden, options, reason):
+def test_where_it_is_not_right_it_is_not_taken(installed, monkeypatch, hidden, options, reason):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not use_liger("auto", hidden, LossOptions(**options))
     with pytest.raises(InvalidValueError, match=reason):
         use_liger("liger", hidden, LossOptions(**options))
+
+
+def test_triton_s_interpreter_runs_it_on_a_cpu_and_nowhere_else(installed, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert use_liger("auto", on_cuda(device=torch.device("cpu")), LossOptions())
+    assert not use_liger("auto", on_cuda(device=torch.device("meta")), LossOptions())
 
 
 def test_not_installed(monkeypatch):

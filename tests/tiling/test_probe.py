@@ -11,6 +11,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import lowtide
 from lowtide.errors import NotTokenWiseError
+from lowtide.tiling.probe import Trial
+from lowtide.tiling.tiled_function import TiledFunction
 from models.mlps import EXPERTS, HIDDEN, INNER, Gated
 
 TILED = "tile(mlp, tokens=10)"
@@ -356,3 +358,20 @@ def test_fake_quantization_with_an_observer():
             return super().forward(self.quantize(x.float()).double())
 
     assert_refused(Observed, "its output for a token depends on the other tokens")
+
+
+class Sum(Gated):
+    def forward(self, x):
+        return super().forward(x) + x.sum(-2, keepdim=True)
+
+
+@pytest.mark.parametrize("lead", [(1,), (1, 1)])
+def test_a_lone_token_can_be_tried_out(lead):
+    """A rank may have one token where others have many, and all try their modules in the same call."""
+    one = torch.randn(*lead, HIDDEN, dtype=torch.double)
+
+    def fault_of(module):
+        return Trial("mlp", TiledFunction(module.double()), (one,), {}, one.shape[:-1]).run([]).fault
+
+    assert fault_of(Gated()) is None
+    assert "depends on" in fault_of(Sum())

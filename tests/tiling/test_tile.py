@@ -386,7 +386,8 @@ def test_inside_torch_compile():
     assert_close(results(mlp, step, x), results(mlp, lambda x: mlp(F.relu(x)), x))
 
 
-def test_a_tile_may_take_a_gradient_of_its_own():
+@pytest.mark.parametrize("policy", ["alone", "in a checkpoint", "in a checkpoint, and more after it"])
+def test_a_tile_may_take_a_gradient_of_its_own(policy):
     """Forces, energies: it asks for saved tensors while it still runs, and saves more afterwards."""
     linear = nn.Linear(8, 8, dtype=torch.double)
 
@@ -395,12 +396,40 @@ def test_a_tile_may_take_a_gradient_of_its_own():
         (force,) = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
         return (y + force).square()
 
+    def tiled(x):
+        y = lowtide.tile(with_force, x.sin(), tokens=7)
+        return y.exp().sin() if policy.endswith("more after it") else y
+
+    def plain(x):
+        y = with_force(x.sin())
+        return y.exp().sin() if policy.endswith("more after it") else y
+
     def gradients(run):
         linear.zero_grad()
         x = torch.randn(3, 10, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0)).requires_grad_()
         run(x).sum().backward()
         return [x.grad, linear.weight.grad]
 
-    ours, plain = gradients(lambda x: lowtide.tile(with_force, x, tokens=7)), gradients(with_force)
-    for one, other in zip(ours, plain, strict=True):
+    ours = gradients(tiled if policy == "alone" else lambda x: lowtide.checkpoint(tiled, x))
+    for one, other in zip(ours, gradients(plain), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_tiles_of_different_types_are_refused():
+    """Otherwise a part of the output would be rounded to the type of the first tile."""
+    types = iter([torch.float32, torch.float32, torch.float64])
+    with pytest.raises(NotTokenWiseError, match=r"is torch.float64 for tile 2 and torch.float32 for the first one"):
+        lowtide.tile(lambda x: x.to(next(types)), torch.randn(9, 8), tokens=3)
+
+
+def test_a_tile_that_takes_a_gradient_and_changes_its_input_is_refused():
+    """It would have to run again on what it has changed, in a checkpoint without anybody's notice."""
+    weight = torch.ones(8, requires_grad=True)
+
+    def with_force(x):
+        y = (x.mul_(0.5) * weight).tanh()
+        (force,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
+        return y + force
+
+    with pytest.raises(InPlaceError, match="takes a gradient inside its forward"):
+        lowtide.checkpoint(lambda x: lowtide.tile(with_force, x * 1, tokens=7), torch.randn(3, 10, 8))

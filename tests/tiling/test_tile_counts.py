@@ -54,6 +54,16 @@ def test_inside_an_applied_region_it_costs_nothing():
     assert run(10) == run(None)
 
 
+def test_a_short_call_is_one_tile_in_the_report():
+    model = nn.Sequential(Block(), Block())
+    handle = lowtide.apply(model, "tile(mlp, tokens=10)")
+    counts = []
+    for tokens in (4, 10, 25):
+        model(batch(1, tokens)).sum().backward()
+        counts += [(tiled.calls, tiled.tiles) for tiled in handle.report().tiles]
+    assert counts == [(1, 1)] * 2 + [(2, 2)] * 2 + [(3, 5)] * 2
+
+
 def peak_of_backward(mlp, x, run):
     """Bytes over the model, its gradients and its input."""
     mlp.zero_grad()
@@ -174,6 +184,7 @@ def test_the_default_tile_comes_from_bytes():
     assert tokens_per_tile(x, mlp) == TILE_BYTES // (2 * (2 * 14336 + 4096))
     assert 8_000 <= tokens_per_tile(x, mlp) <= 32_000
     assert tokens_per_tile(x, None) == TILE_BYTES // (2 * 8 * 4096)
+    assert tokens_per_tile(x, nn.GELU()) == tokens_per_tile(x, None), "a module that does not tell its width"
 
 
 def test_ledger_of_the_default(monkeypatch):

@@ -69,7 +69,12 @@ class _Output:
 
     def add(self, index: int, output: torch.Tensor) -> None:
         part = self._grid.part(self.full, index, self._dim)
-        if output.shape != part.shape or output.dtype != part.dtype:
+        if output.dtype != part.dtype:
+            raise NotTokenWiseError(
+                f"{self._name} is {output.dtype} for tile {index} and {part.dtype} for the first one. Only token-wise "
+                "functions can be tiled: return one type, whatever the tokens"
+            )
+        if output.shape != part.shape:
             raise self._shape_error(output, index)
         if output.requires_grad:
             self._placeholders.append((index, _StoreTile.apply(output, part)))  # type: ignore[no-untyped-call]

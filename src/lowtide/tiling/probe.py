@@ -64,13 +64,15 @@ class Trial:
 
     def run(self, hooks: list[Hook]) -> Finding:
         """Run the module with these hooks of its parts."""
-        # Not in inference mode, where in-place changes are not counted; leaving that mode switches gradients on.
+        # Not in inference mode, where in-place changes are not counted; leaving that mode switches gradients on. A
+        # forward may take a gradient all the same, and a checkpoint around it must not count what that saves.
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
             no_dispatch_modes(),
             without_parametrize_cache(),
             gathered(self._tiled),
+            torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),
         ):
             with CollectiveGroups() as collectives:
                 fault = _Experiment(self._tiled, hooks, self._sample).find_fault()

@@ -10,7 +10,9 @@ graph like any others, and autograd itself sums the tiles: every hook fires once
   under its random state and autocast, up to the last number, and what it saves is handed out. Backward asks tile by
   tile, because autograd runs the youngest node first.
 
-The saved inputs are unpacked once per backward for all tiles: torch's checkpoint refuses a second time.
+The saved inputs are unpacked once per backward for all tiles: torch's checkpoint refuses a second time. A gradient that
+a tile takes inside its forward unpacks nothing: the inputs are still there, and a checkpoint around it would begin a
+forward within the forward to find them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch import after_backward, disable_dynamo, graph_task_id, version_of, without_parametrize_cache
+from lowtide._torch import (
+    after_backward,
+    disable_dynamo,
+    graph_task_id,
+    version_if_any,
+    version_of,
+    without_parametrize_cache,
+)
 from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
@@ -82,6 +91,7 @@ def _run(
         tile = _Tile(call, index)
         args, kwargs = call.tree.unflatten(tensors)
         with (
+            call.inputs.at_hand(tensors),
             weight_grads.accumulating(),
             call.autocast.restored(),
             without_parametrize_cache(),
@@ -195,17 +205,38 @@ class _SavedInputs:
         self._unpacked = unpacked
         self._needs_grad = needs_grad
         self._grid = grid
+        self._at_hand: tuple[torch.Tensor, ...] | None = None
+        """The inputs of the tile whose forward runs."""
+        self._versions: list[int] = []
 
-    def tile(self, index: int) -> tuple[torch.Tensor, ...]:
+    @contextlib.contextmanager
+    def at_hand(self, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        """Let the tile that runs inside find its inputs without unpacking anything."""
+        self._at_hand, self._versions = tensors, [*map(version_if_any, tensors)]
+        try:
+            yield
+        finally:
+            self._at_hand = None
+
+    def tile(self, index: int, name: str) -> tuple[torch.Tensor, ...]:
         """Return the inputs of one tile as leaves of a separate graph. They are unpacked once per backward."""
+        if self._at_hand is not None and [*map(version_if_any, self._at_hand)] != self._versions:
+            raise InPlaceError(
+                f"{name}: it changes its input by an inplace operation and takes a gradient inside its forward, for "
+                "which a tile must run again on the input as it was. Modify a copy of it instead, for example "
+                "x = x + 1 instead of x += 1"
+            )
+        tensors = zip(self._at_hand or self._unpack(index), self._needs_grad, strict=True)
+        return tuple(tensor.detach().requires_grad_(needs) for tensor, needs in tensors)
+
+    def _unpack(self, index: int) -> tuple[torch.Tensor, ...]:
         backward = graph_task_id()
         if backward < 0 or self._unpacked.backward != backward:
             saved = [tensor.detach() for tensor in self._node.saved_tensors[: len(self._needs_grad)]]
             self._unpacked.begin(backward, _split(saved, self._grid))
             if backward >= 0:  # the node may be one that no gradient reaches
                 after_backward(self._unpacked.end)
-        tensors = zip(self._unpacked.tiles[index], self._needs_grad, strict=True)
-        return tuple(tensor.detach().requires_grad_(needs) for tensor, needs in tensors)
+        return self._unpacked.tiles[index]
 
 
 # --- Calls and their tiles ------------------------------------------------------------------------------------------
@@ -313,7 +344,7 @@ class _Tile:
         call = self._call
         refuse_compiled_backward(call.ledger.name)
         call.enter(self)
-        args, kwargs = call.tree.unflatten(call.inputs.tile(self._index))
+        args, kwargs = call.tree.unflatten(call.inputs.tile(self._index, call.ledger.name))
         call.ledger.recomputed_tiles += 1
         self._recomputed = []
         with (
