@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import simdevice
+from lowtide.checkpointing.checkpoint import run_region
+from lowtide.checkpointing.keeping import Keeping
 from lowtide.checkpointing.kept_operators import KeptOperators
+from lowtide.counters import RegionLedger
 from lowtide.errors import InPlaceError, InvalidValueError, LowtideError, SilentNoOpError
 
 WIDTH, TOKENS, LAYERS = 32, 64, 4
@@ -170,6 +174,24 @@ class TestWhatRunsAgain:
         places = [region.keeping.places for region in applied._guard.regions]
         assert [[part() for part in where.parts] for where in places] == [[block.attention] for block in model]
         assert all(list(where.functions) == [F.scaled_dot_product_attention] for where in places)
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    def test_flex_attention(self):
+        """On a CPU it has no backward, so it is frozen here; it is an operator of another kind."""
+
+        def forward(x, frozen):
+            with torch.no_grad():
+                attended = flex_attention(frozen, frozen, frozen)
+            return (x * attended).sin() * attended
+
+        x, frozen = torch.ones(1, 2, 16, 16, requires_grad=True), torch.randn(1, 2, 16, 16)
+        expected = torch.autograd.grad(forward(x, frozen).sum(), x)
+        keeping = Keeping(KeptOperators(["attention"]))
+        for _ in range(2):
+            ledger = RegionLedger("region")
+            y = run_region(forward, (x, frozen), {}, ledger, None, keeping=keeping)
+            assert_same(torch.autograd.grad(y.sum(), x), expected)
+            assert ledger.kept_outputs == ledger.recalled_outputs == 1
 
     def test_operators_of_any_library(self):
         runs = []

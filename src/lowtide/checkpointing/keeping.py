@@ -405,7 +405,7 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
         call = self.functions.running
         if func in self._operators:
             self._outputs.keep(func, func, output, args)
-            (call or self.functions.note(None)).is_dear = True
+            (call or self.functions.note(None)).operators += 1
         elif hides_changes(func):
             self._outputs.watch(output)
         elif call is not None and self._operators.wants_written_out_attention:
@@ -417,7 +417,7 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
         if is_product(func):
             if any(self._is_scores(value) for value in args):
                 self._outputs.keep((call.function, call.turn), func, output, args, call.products)
-                call.has_dear_product = True
+                call.dear_products += 1
                 self._scores.clear()
             call.products += 1
             return
@@ -434,7 +434,7 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
 
     def places(self) -> _Places:
         """Return where the region calls dear operators: in as few parts and by as few functions as possible."""
-        parts = {call.part for call in self.functions.calls if call.is_dear or call.has_dear_product}
+        parts = {call.part for call in self.functions.calls if call.kept}
         if None in parts or self._region in parts:
             return self.places_of_all()
         inner = {part for outer in parts for part in outer.modules() if part is not outer}  # type: ignore[union-attr]
@@ -449,16 +449,18 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
         calls = [call for call in self.functions.calls if inside is None or call.part in inside]
         count = self._outputs.count
         references = None if parts is None else tuple(map(weakref.ref, parts))
-        if any(call.is_dear and call.function is None for call in calls):
+        if sum(call.kept for call in calls) != count:  # the compiler has looked at our notes, and undone some
+            return _Places(None, None, count)
+        if any(call.operators and call.function is None for call in calls):
             return _Places(references, None, count)
         functions: dict[Any, _Calls] = {}
         turn: collections.Counter[Any] = collections.Counter()
         for call in calls:
             known, number = functions.get(call.function, _Calls()), turn[call.function]
             turn[call.function] += 1
-            if call.is_dear:
+            if call.operators:
                 functions[call.function] = known._replace(has_operators=True)
-            elif call.has_dear_product:
+            elif call.dear_products:
                 functions[call.function] = known._replace(products=known.products | {number})
         return _Places(references, functions, count)
 
@@ -471,8 +473,13 @@ class _Call:
         self.turn = turn
         self.part = part
         self.products = 0
-        self.is_dear = False
-        self.has_dear_product = False
+        self.operators = 0
+        """How many outputs were kept of operators that are dear by their name."""
+        self.dear_products = 0
+
+    @property
+    def kept(self) -> int:
+        return self.operators + self.dear_products
 
 
 class _AllFunctions(TorchFunctionMode):

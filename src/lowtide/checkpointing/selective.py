@@ -45,11 +45,15 @@ def with_offload(
 def entered_after(before: Callable[[], None], context_fn: Callable[[], Contexts]) -> Callable[[], Contexts]:
     """Wrap `context_fn` so that `before` comes just before its forward context: a policy must not see our own copies.
 
-    Torch has saved the inputs by then, and its own hooks are around.
+    Torch has saved the inputs by then, and its own hooks are around. Torch's cache stays what it is: since 2.14 it is
+    told about other hooks.
     """
 
     def contexts() -> Contexts:
         forward, recompute = context_fn()
+        if isinstance(forward, _OffloadingCache):
+            forward.before = before
+            return forward, recompute
         return _EnteredAfter(before, forward), recompute
 
     return contexts
@@ -96,6 +100,12 @@ class _OffloadingCache(CachingMode):
         self._schedule = schedule
         self._ledger = ledger
         self._offloader: PerTensorOffloader | None = None
+        self.before: Callable[[], None] = _nothing
+        """What comes before it is entered."""
+
+    def __enter__(self) -> Any:
+        self.before()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._decision.wants_offload = False
@@ -116,6 +126,10 @@ class _OffloadingCache(CachingMode):
         self._offloader.flush()
         if exception[0] is None:
             self._offloader.check()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class _Offloaded:
