@@ -250,6 +250,8 @@ def _missing_effects(region: WatchedRegion) -> list[str]:
             f"region {ledger.name!r}: expected a recompute in backward, saw {ledger.forwards} forwards and no "
             "recompute. Something inside it keeps its own graph: choose smaller regions with regions=[...]"
         )
+    if region.keeping is not None and ledger.forwards == ledger.nested:
+        found.append(_kept_inside_another(region))
     if policy.offload and ledger.movable_bytes == 0 and ledger.nested:
         found.append(_inside_another(ledger.name))
     elif policy.offload and ledger.movable_bytes == 0 and not region.is_too_small:
@@ -304,6 +306,13 @@ def _inside_another(name: str) -> str:
     return (
         f"region {name!r}: expected its saved tensors to be offloaded, but it ran inside another checkpoint, which "
         f"keeps the inputs itself: {_SWITCH_OFF}"
+    )
+
+
+def _kept_inside_another(region: WatchedRegion) -> str:
+    return (
+        f"region {region.name!r}: expected to keep {' and '.join(region.policy.keep)}, but it ran inside another "
+        f"checkpoint, which decides itself what is kept: {_SWITCH_OFF}"
     )
 
 
