@@ -170,7 +170,7 @@ class Guard:
             self._caches = DroppedCaches()
             self.close()
         self._checked.update(self._reached)
-        twice = [name for name, region in self._reached.items() if region.policy.recompute and region.ledger.nested]
+        twice = [region for region in self._reached.values() if region.policy.recompute and region.ledger.nested]
         self._reached.clear()
         if findings and self._strict and is_first:
             raise SilentNoOpError("\n".join(findings))
@@ -250,8 +250,6 @@ def _missing_effects(region: WatchedRegion) -> list[str]:
             f"region {ledger.name!r}: expected a recompute in backward, saw {ledger.forwards} forwards and no "
             "recompute. Something inside it keeps its own graph: choose smaller regions with regions=[...]"
         )
-    if region.keeping is not None and ledger.forwards == ledger.nested:
-        found.append(_kept_inside_another(region))
     if policy.offload and ledger.movable_bytes == 0 and ledger.nested:
         found.append(_inside_another(ledger.name))
     elif policy.offload and ledger.movable_bytes == 0 and not region.is_too_small:
@@ -309,15 +307,9 @@ def _inside_another(name: str) -> str:
     )
 
 
-def _kept_inside_another(region: WatchedRegion) -> str:
-    return (
-        f"region {region.name!r}: expected to keep {' and '.join(region.policy.keep)}, but it ran inside another "
-        f"checkpoint, which decides itself what is kept: {_SWITCH_OFF}"
-    )
-
-
-def _recomputed_twice(name: str) -> str:
-    return f"region {name!r} ran inside another checkpoint, so it is recomputed twice: {_SWITCH_OFF}"
+def _recomputed_twice(region: WatchedRegion) -> str:
+    kept = f", and {' and '.join(region.policy.keep)} is not kept" if region.policy.keep else ""
+    return f"region {region.name!r} ran inside another checkpoint, so it is recomputed twice{kept}: {_SWITCH_OFF}"
 
 
 def _ran_in_evaluation(name: str) -> str:
