@@ -7,9 +7,11 @@ likes: it runs in a process of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import lowtide
 from bench import peers
@@ -21,6 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     Way = Callable[[PreTrainedModel], AbstractContextManager]
+
+ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""Torch's fused attention, on all devices."""
 
 
 def plain(model: PreTrainedModel) -> AbstractContextManager:
@@ -42,6 +53,21 @@ def flag(*, reentrant: bool = False, offload: bool = False) -> Way:
         return contextlib.nullcontext()
 
     return way
+
+
+def selective(model: PreTrainedModel) -> AbstractContextManager:
+    """Torch's selective checkpointing, with every fused attention of torch in its list."""
+    operators = [getattr(torch.ops.aten, name).default for name in ATTENTION]
+    context = functools.partial(create_selective_checkpoint_contexts, operators)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    return contextlib.nullcontext()
+
+
+def trl_selective(model: PreTrainedModel) -> AbstractContextManager:
+    """As `SFTTrainer` does with `gradient_checkpointing_kwargs={"selective": True}`."""
+    peers.load("trl.models").enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable()
+    return contextlib.nullcontext()
 
 
 def save_on_cpu(model: PreTrainedModel) -> AbstractContextManager:
@@ -119,4 +145,14 @@ WAYS: dict[str, Way] = {
     "unsloth_zoo smart checkpointing": unsloth,
     "axolotl hidden_states": axolotl_hidden_states,
     "axolotl legacy": axolotl_legacy,
+}
+
+SELECTIVE_WAYS: dict[str, Way] = {
+    "plain": plain,
+    "Lowtide recompute": ours("recompute"),
+    "Lowtide recompute(keep=attention)": ours("recompute(keep=attention)"),
+    "Lowtide recompute(keep=attention)+offload": ours("recompute(keep=attention)+offload"),
+    "torch checkpoint": flag(),
+    "torch selective checkpoint": selective,
+    "TRL selective": trl_selective,
 }

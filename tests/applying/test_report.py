@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,57 @@ def test_the_page_has_every_region_with_its_policy(applied: lowtide.Applied):
     for region in applied.report().regions:
         assert f'<td class="name">{region.name}</td>\n<td><code>{region.policy}</code></td>' in page
     assert "Host memory: 0 B now, 8 KiB at the peak." in page, "the first block's input; the second's stayed"
+
+
+class Attending(nn.Module):
+    """A block with attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x)[None, None]
+        return x + nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
+
+
+@pytest.fixture
+def keeping() -> lowtide.Applied:
+    """Two of three regions keep attention; two forwards, and one backward."""
+    model = nn.Sequential(*(Attending() for _ in range(3)))
+    applied = lowtide.apply(model, "recompute(keep=attention); 2: recompute")
+    x = torch.randn(8, 16)
+    model(x).sum().backward()
+    applied.kept = model, model(x)
+    return applied
+
+
+def test_kept_outputs_are_told(keeping: lowtide.Applied):
+    report = keeping.report()
+    assert [(region.kept_outputs, region.recalled_outputs) for region in report.regions] == [(2, 1), (2, 1), (0, 0)]
+    assert (report.figures()["kept_outputs"], report.figures()["recalled_outputs"]) == (4, 2)
+    lines = str(report).splitlines()
+    assert lines[1].startswith(
+        "  0-1 x2 [recompute(keep=attention)] forwards 2, recomputes 1, kept outputs 2, recalled 1, packed 0 B"
+    )
+    assert lines[2].startswith("  2 [recompute] forwards 2, recomputes 1, packed 0 B"), "as before, without keep="
+    data = json.loads(keeping.report("json"))["regions"]
+    assert [(region["kept_outputs"], region["recalled_outputs"]) for region in data] == [(2, 1), (2, 1), (0, 0)]
+
+
+def test_regions_that_keep_a_different_number_have_lines_of_their_own(keeping: lowtide.Applied):
+    report = keeping.report()
+    report.regions[1] = dataclasses.replace(report.regions[1], recalled_outputs=0)
+    assert [line.split()[0] for line in str(report).splitlines()[1:4]] == ["0", "1", "2"]
+
+
+def test_the_page_tells_kept_outputs_only_where_some_are(keeping: lowtide.Applied, applied: lowtide.Applied):
+    pytest.importorskip("plotly", reason="the html extra is not installed")
+    page = keeping.report("html")
+    assert "3 recomputes, 4 outputs kept and 2 recalled, 0 B moved to the store" in page
+    assert '<th class="number">outputs kept</th><th class="number">outputs recalled</th>' in page
+    assert page.count('<td class="number">2</td><td class="number">1</td>') == 2
+    assert "outputs kept" not in applied.report("html")
 
 
 def test_a_page_of_a_policy_that_has_not_run(sim: str):

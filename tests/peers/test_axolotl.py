@@ -18,6 +18,7 @@ from support.launcher import RankFailedError, run_ranks, with_backend
 skip_without("axolotl")
 
 PLUGINS = {"plugins": ["lowtide.integrations.axolotl.LowtidePlugin"]}
+WORDS = ("lowtide", "gradient_checkpointing", "selective_checkpointing", "tiled_mlp")
 LAYERS = 2
 STEPS = 3
 
@@ -38,7 +39,7 @@ def trained(rank: int, settings: dict) -> dict:
     cfg, trainer = run.train(settings)
     found = {
         "weights": run.weights(trainer),
-        "config": {name: cfg.get(name) for name in ("lowtide", "gradient_checkpointing", "tiled_mlp")},
+        "config": {name: cfg.get(name) for name in WORDS},
         "changed": [name for name, module in trainer.model.named_modules() if "forward" in module.__dict__],
         "logged": [log.get("lowtide/recomputes") for log in trainer.state.log_history if "loss" in log],
         "wrapped": type(trainer.model_wrapped).__name__,
@@ -47,6 +48,7 @@ def trained(rank: int, settings: dict) -> dict:
     if "plugins" in settings:
         report = plugin().callback.applied.report()
         found["recomputes"] = [(region.forwards, region.recomputes) for region in report.regions]
+        found["kept"] = [(region.kept_outputs, region.recalled_outputs) for region in report.regions]
         found["tiles"] = [(tiled.calls, tiled.tiles) for tiled in report.tiles]
     return found
 
@@ -81,6 +83,18 @@ def test_axolotls_words_are_taken_over():
     assert not ours["config"]["tiled_mlp"]
     assert ours["recomputes"] == [(STEPS, STEPS)] * LAYERS
     assert [tiles / calls for calls, tiles in ours["tiles"]] == [4] * LAYERS
+    assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("selective", [True, {"save": ["attention"], "save_sliding_window": True}])
+def test_selective_checkpointing_is_taken_over(selective):
+    settings = {"gradient_checkpointing": True, "selective_checkpointing": selective}
+    (expected,) = run_ranks(trained, {}, ranks=1)
+    (ours,) = run_ranks(trained, PLUGINS | settings, ranks=1)
+    assert ours["config"]["lowtide"] == "recompute(keep=attention)"
+    assert not ours["config"]["gradient_checkpointing"]
+    assert not ours["config"]["selective_checkpointing"]
+    assert ours["recomputes"] == ours["kept"] == [(STEPS, STEPS)] * LAYERS
     assert_close(ours, expected)
 
 

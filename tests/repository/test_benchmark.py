@@ -49,6 +49,12 @@ def test_results_survive_their_file(name):
     assert read(result.as_json()) == result
 
 
+def skip_unless_measured_with_what_is_installed(name: str) -> None:
+    for package, version in stored(name).environment["versions"].items():
+        if package in ("torch", "transformers") and importlib.metadata.version(package) != version:
+            pytest.skip(f"the stored counts are those of {package} {version}")
+
+
 MEASURE = """
 import json, pathlib, sys
 from bench.section import section
@@ -61,15 +67,34 @@ for name, rows in json.loads(sys.argv[1]).items():
 def test_counted_bytes_and_virtual_time_are_those_stored(tmp_path):
     """A few rows stand for all. In a process of its own: it forks, which one that has run a backward may not."""
     chosen = {"freed": ["Lowtide recompute+offload"], "virtual_clock": ["transformers' flag, offload=True"]}
-    for package, version in stored("freed").environment["versions"].items():
-        if package in ("torch", "transformers") and importlib.metadata.version(package) != version:
-            pytest.skip(f"the stored counts are those of {package} {version}")
+    skip_unless_measured_with_what_is_installed("freed")
     command = [sys.executable, "-W", "ignore", "-c", MEASURE, json.dumps(chosen), str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT)
     for name, rows in chosen.items():
         before = stored(name)
         before.rows = {row: before.rows[row] for row in rows}
         assert comparing.differences(before, Result.from_text((tmp_path / name).read_text())) == []
+
+
+COUNT = """
+import json, sys
+from bench.sections import selective
+row = sys.argv[1]
+figures = selective.on_device(row) | selective.counts(selective.tiny_steps()[row], selective.TINY)
+print(json.dumps({name: figure.value for name, figure in figures.items()}))
+"""
+
+
+def test_kept_attention_is_counted_as_stored():
+    row = "Lowtide recompute(keep=attention)"
+    skip_unless_measured_with_what_is_installed("selective")
+    command = [sys.executable, "-W", "ignore", "-c", COUNT, row]
+    found = json.loads(subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout)
+    assert len(found) == 7
+    assert found == {name: stored("selective").rows[row][name].value for name in found}
+    layers = section("selective").TINY_LAYERS
+    assert found["attention, tiny layers"] == layers, "computed once, where recompute does it twice"
+    assert stored("selective").rows["Lowtide recompute"]["attention, tiny layers"].value == 2 * layers
 
 
 def test_a_count_that_changed_is_a_failure_and_a_ratio_has_a_band():

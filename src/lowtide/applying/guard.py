@@ -170,7 +170,7 @@ class Guard:
             self._caches = DroppedCaches()
             self.close()
         self._checked.update(self._reached)
-        twice = [name for name, region in self._reached.items() if region.policy.recompute and region.ledger.nested]
+        twice = [region for region in self._reached.values() if region.policy.recompute and region.ledger.nested]
         self._reached.clear()
         if findings and self._strict and is_first:
             raise SilentNoOpError("\n".join(findings))
@@ -313,8 +313,9 @@ def _inside_another(name: str) -> str:
     )
 
 
-def _recomputed_twice(name: str) -> str:
-    return f"region {name!r} ran inside another checkpoint, so it is recomputed twice: {_SWITCH_OFF}"
+def _recomputed_twice(region: WatchedRegion) -> str:
+    kept = f", and {' and '.join(region.policy.keep)} is not kept" if region.policy.keep else ""
+    return f"region {region.name!r} ran inside another checkpoint, so it is recomputed twice{kept}: {_SWITCH_OFF}"
 
 
 def _ran_in_evaluation(name: str) -> str:

@@ -35,8 +35,17 @@ class RegionReport:
     kept_bytes: int
     restored_bytes: int
     declined_bytes: int
+    kept_outputs: int = 0
+    """Outputs of operators that were kept, by `recompute(keep=...)`."""
+    recalled_outputs: int = 0
+    """How often a recompute took a kept output instead of computing it."""
     is_small: bool = False
     """Whether all that it saved are small tensors and weights: there is nothing to offload."""
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether its policy keeps outputs of operators."""
+        return "keep=" in self.policy
 
     @classmethod
     def of(cls, ledger: RegionLedger, policy: str) -> RegionReport:
@@ -75,6 +84,8 @@ class Report:
         """Return everything in a few numbers, for a training log."""
         return {
             "recomputes": sum(region.recomputes for region in self.regions),
+            "kept_outputs": sum(region.kept_outputs for region in self.regions),
+            "recalled_outputs": sum(region.recalled_outputs for region in self.regions),
             "packed_bytes": sum(region.packed_bytes for region in self.regions),
             "restored_bytes": sum(region.restored_bytes for region in self.regions),
             "tiles": sum(tiled.tiles for tiled in self.tiles),
@@ -95,6 +106,7 @@ class Report:
             report=self,
             figures=self.figures(),
             declined=self.declined_bytes,
+            keeps_outputs=any(region.keeps_outputs for region in self.regions),
             bars=_bars(self),
         )
 
@@ -111,13 +123,15 @@ class Report:
 
 
 def _region_group(region: RegionReport) -> tuple[Any, ...]:
-    return stack_of(region.name), region.policy, region.forwards, region.recomputes
+    counts = (region.forwards, region.recomputes, region.kept_outputs, region.recalled_outputs)
+    return stack_of(region.name), region.policy, *counts
 
 
 def _region_line(group: list[RegionReport]) -> str:
     first = group[0]
+    outputs = f"kept outputs {first.kept_outputs}, recalled {first.recalled_outputs}, " if first.keeps_outputs else ""
     return (
-        f"  {grouped_name(group)} [{first.policy}] forwards {first.forwards}, recomputes {first.recomputes}, "
+        f"  {grouped_name(group)} [{first.policy}] forwards {first.forwards}, recomputes {first.recomputes}, {outputs}"
         f"packed {range_of(group, 'packed_bytes')}, restored {range_of(group, 'restored_bytes')}, "
         f"kept {range_of(group, 'kept_bytes')}"
     )

@@ -9,11 +9,13 @@ or, so that the figures reach every reporter (W&B, TensorBoard), which are callb
 
 `lowtide.apply(model, policy)` before the trainer is made works as well; the callback does it when training begins, logs
 what happens, and undoes it at the end. With `gradient_checkpointing=True` in the trainer's arguments, the model's own
-checkpointing is switched off while the policy is in force, and a warning says so.
+checkpointing is switched off while the policy is in force, and a warning says so. That goes for TRL's selective mode,
+too: what it means is `recompute(keep=attention)`.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -53,7 +55,21 @@ class LowtideCallback(TrainerCallback):
         """Apply the policy. The model is wrapped already if it will be, and only instances of its regions change."""
         del state, control
         check_fsdp(args.fsdp_config)
+        self._warn_about_selective(args)
         self.applied = lowtide.apply(kwargs["model"], self.policy, regions=self._regions, strict=self._strict)
+
+    def _warn_about_selective(self, args: TrainingArguments) -> None:
+        """Say that TRL's selective mode is switched off, if the policy has nothing in its place."""
+        settings = args.gradient_checkpointing_kwargs
+        is_selective = isinstance(settings, dict) and settings.get("selective")
+        keeps = any(policy.keep for policy in (self.policy, *(rule for _, rule in self.policy.overrides)))
+        if is_selective and self.policy.recompute and not keeps:
+            warnings.warn(
+                f"lowtide: gradient_checkpointing_kwargs={{'selective': True}} is switched off with the model's own "
+                f"checkpointing, and the policy {self.policy.describe()} recomputes attention: write "
+                "recompute(keep=attention) to keep it",
+                stacklevel=2,
+            )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add what happened so far to the trainer's own record."""

@@ -75,10 +75,10 @@ def _read_parts(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _read_kept(value: Any) -> Any:
-    if value is None:
-        return ()
-    return read_kept(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+def _read_kept(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str | list | tuple | None):
+        raise InvalidValueError(f"keep must be a string or a list of names, like 'attention+matmul', got {value!r}")
+    return read_kept(value) if isinstance(value, str) else tuple(value or ())
 
 
 def _unless_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:

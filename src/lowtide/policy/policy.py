@@ -9,7 +9,7 @@ from typing import Any
 
 from lowtide.errors import InvalidValueError
 from lowtide.policy.mapping import read_mapping
-from lowtide.policy.text import KEPT, OPERATOR, PARTS, PLACES, read_text
+from lowtide.policy.text import KEPT, PARTS, PLACES, check_kept, read_text
 from lowtide.spelling import unknown
 from lowtide.units import format_bytes
 
@@ -75,10 +75,7 @@ class Policy:
             raise InvalidValueError(f"keep must be a tuple of names, like ('attention', 'matmul'), got {self.keep!r}")
         if self.keep and not self.recompute:
             raise InvalidValueError("keep says what is not recomputed, so it needs recompute")
-        for word in self.keep:
-            if word not in KEPT and OPERATOR.fullmatch(word) is None:
-                problem = unknown(word, KEPT, "thing to keep")
-                raise InvalidValueError(f"{problem}. An operator has a name like aten.mm.default or mylib::op")
+        check_kept(self.keep)
         ordered = (*(word for word in KEPT if word in self.keep), *(word for word in self.keep if word not in KEPT))
         object.__setattr__(self, "keep", tuple(dict.fromkeys(ordered)))  # in one order
 

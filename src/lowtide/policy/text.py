@@ -14,6 +14,8 @@ from lowtide.spelling import unknown
 from lowtide.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     Fields = dict[str, Any]
     """The fields of a policy that a word or a setting says. Rules are `overrides`, pairs of a glob and fields."""
 
@@ -54,6 +56,9 @@ OPERATOR = re.compile(r"\w+(::|\.)\w+(\.\w+)?")
 """The name of an operator: `aten.mm`, `aten.mm.default`, `mylib::op`."""
 
 
+_RULE = re.compile(r"(?P<pattern>.+):(?![^(]*\))(?P<policy>.*)")
+"""A rule: a glob, a colon that is not in brackets (an operator may have some in its name), and a policy."""
+
 _PLUS = re.compile(r"\+(?![^(]*\))")
 """A plus sign between words, not in brackets: a directory may have one in its name."""
 
@@ -74,10 +79,10 @@ def read_text(text: str) -> Fields:
     default, *rules = (part.strip() for part in text.split(";"))
     overrides = []
     for rule in filter(None, rules):
-        pattern, colon, policy = rule.rpartition(":")
-        if not colon or not pattern.strip():
+        match = _RULE.fullmatch(rule)
+        if match is None or not match["pattern"].strip():
             raise InvalidValueError(f"{rule!r} in policy {text!r} is not a rule: write it like 'visual.*: recompute'")
-        overrides.append((pattern.strip(), _read_words(policy.strip(), text)))
+        overrides.append((match["pattern"].strip(), _read_words(match["policy"].strip(), text)))
     return {**_read_words(default, text), "overrides": overrides}
 
 
@@ -89,9 +94,9 @@ def read_word(word: str) -> Fields:
 
 
 def merged(fields: Fields, more: Fields) -> Fields:
-    """Return what both say: parts to tile add up, and of everything else the later one counts."""
-    parts = (*fields.get("tile", ()), *more.get("tile", ()))
-    return {**fields, **more, **({"tile": parts} if parts else {})}
+    """Return what both say: parts to tile and what to keep add up, and of everything else the later one counts."""
+    added = {name: (*fields.get(name, ()), *more.get(name, ())) for name in ("tile", "keep")}
+    return {**fields, **more, **{name: parts for name, parts in added.items() if parts}}
 
 
 def _read_words(text: str, whole: str) -> Fields:
@@ -131,6 +136,8 @@ def _other_settings(word: str, settings: list[str], whole: str) -> Fields:
             fields["every"] = _whole_number(name, value, whole)
         elif recomputes and name == "keep":
             fields["keep"] = read_kept(value)
+            if not fields["keep"]:
+                raise InvalidValueError(f"keep in policy {whole!r} names nothing: write it like keep=attention")
         elif offloads and name in _STORE_SETTINGS:
             fields |= _store_setting(name, value, whole)
         else:
@@ -147,8 +154,16 @@ def _other_settings(word: str, settings: list[str], whole: str) -> Fields:
 
 def read_kept(value: str) -> tuple[str, ...]:
     """Read what to keep: `attention+matmul`, or a list such as `[attention, aten.mm.default, mylib::op]`."""
-    words = value.removeprefix("[").removesuffix("]")
+    words = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     return tuple(word.strip() for word in re.split(r"[,+]", words) if word.strip())
+
+
+def check_kept(words: Iterable[str]) -> None:
+    """Refuse words that are none of ours and no operator's name."""
+    for word in words:
+        if word not in KEPT and OPERATOR.fullmatch(word) is None:
+            problem = unknown(word, KEPT, "thing to keep")
+            raise InvalidValueError(f"{problem} (an operator's name is like aten.mm.default or mylib::op)")
 
 
 def _store_setting(name: str, value: str, whole: str) -> Fields:
