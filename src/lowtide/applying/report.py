@@ -37,6 +37,10 @@ class RegionReport:
     declined_bytes: int
     is_small: bool = False
     """Whether all that it saved are small tensors and weights: there is nothing to offload."""
+    kept_outputs: int = 0
+    """Outputs of operators that were kept in forward, by `recompute(keep=...)`."""
+    recalled_outputs: int = 0
+    """How often a recompute took a kept output instead of computing it."""
 
     @classmethod
     def of(cls, ledger: RegionLedger, policy: str) -> RegionReport:
