@@ -35,12 +35,12 @@ class RegionReport:
     kept_bytes: int
     restored_bytes: int
     declined_bytes: int
-    is_small: bool = False
-    """Whether all that it saved are small tensors and weights: there is nothing to offload."""
     kept_outputs: int = 0
-    """Outputs of operators that were kept in forward, by `recompute(keep=...)`."""
+    """Outputs of operators that were kept, by `recompute(keep=...)`."""
     recalled_outputs: int = 0
     """How often a recompute took a kept output instead of computing it."""
+    is_small: bool = False
+    """Whether all that it saved are small tensors and weights: there is nothing to offload."""
 
     @classmethod
     def of(cls, ledger: RegionLedger, policy: str) -> RegionReport:

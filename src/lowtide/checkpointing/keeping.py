@@ -77,13 +77,19 @@ class _Places(NamedTuple):
 
     parts: tuple[weakref.ref[nn.Module], ...] | None
     """The parts of the region that do; None for the region as a whole."""
-    functions: dict[Any, frozenset[int] | None] | None
-    """The functions of torch that they do it by; None if they do it in another way.
-
-    Of a function by which attention is written out, it is the positions of its last products among all its calls.
-    """
+    functions: dict[Any, _Watched] | None
+    """The functions of torch that they do it by; None if they do it in another way."""
     kept: int
     """How many outputs are kept."""
+
+
+class _Watched(NamedTuple):
+    """Which calls of a function are watched. One function may be both: attention, fused or written out by its mask."""
+
+    every: bool = False
+    """Whether any of them may call a dear operator."""
+    products: frozenset[int] = frozenset()
+    """The calls whose last product is dear, as that of attention that is written out: the how manieth they are."""
 
 
 class KeptOutputs:
@@ -247,7 +253,7 @@ def _forward_within(part: nn.Module, context: Any) -> Iterator[None]:
 class _Functions(TorchFunctionMode):
     """Lets a dispatch mode see what some functions of torch do, and nothing else."""
 
-    def __init__(self, functions: dict[Any, frozenset[int] | None], mode: _Mode) -> None:
+    def __init__(self, functions: dict[Any, _Watched], mode: _Mode) -> None:
         super().__init__()
         self._functions = functions
         self._mode = mode
@@ -256,11 +262,11 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self._functions:
             return func(*args, **kwargs) if kwargs else func(*args)
-        turn, products = self._turn[func], self._functions[func]
+        turn, watched = self._turn[func], self._functions[func]
         self._turn[func] += 1
-        if products is not None and turn not in products:
+        if not watched.every and turn not in watched.products:
             return func(*args, **(kwargs or {}))
-        with self._mode, self._mode.within(None if products is None else (func, turn)):
+        with self._mode, self._mode.within((func, turn) if turn in watched.products else None):
             return func(*args, **(kwargs or {}))
 
 
@@ -405,14 +411,13 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
         references = None if parts is None else tuple(map(weakref.ref, parts))
         if any(call.is_dear and call.function is None for call in calls):
             return _Places(references, None, count)
-        functions: dict[Any, frozenset[int] | None] = {}
+        functions: dict[Any, _Watched] = {}
         turn: collections.Counter[Any] = collections.Counter()
         for call in calls:
-            if call.is_dear:
-                functions[call.function] = None
-            elif call.has_dear_product:
-                known = functions.get(call.function, frozenset())
-                functions[call.function] = None if known is None else known | {turn[call.function]}
+            if call.is_dear or call.has_dear_product:
+                known = functions.get(call.function, _Watched())
+                products = known.products | ({turn[call.function]} if call.has_dear_product else set())
+                functions[call.function] = _Watched(known.every or call.is_dear, products)
             turn[call.function] += 1
         return _Places(references, functions, count)
 
