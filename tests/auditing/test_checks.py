@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import lowtide
 from lowtide.auditing import CHECKS, CannotAuditError, Verdict, audit
 from lowtide.errors import NoRegionError
 from models import engines
@@ -130,6 +131,64 @@ def test_attention_draws_with_dropout_only(dropout, verdict):
     report = audit(model, batch, configure=Engine(), loss=loss, checks=["random state", "gradient values"])
     assert report["random state"].verdict == verdict, report
     assert report["gradient values"].verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("engine", "kept"),
+    [(Engine, 0), (engines.KeepsAttention, 3), (engines.KeepsSomeAttention, 2)],
+)
+def test_attention_that_is_kept_is_not_counted_as_run_again(engine, kept):
+    """Torch's selective checkpointing: blocks run again, and their attention does not."""
+    model, batch = net()
+    model.layers = torch.nn.ModuleList(engines.Attention(0.0) for _ in range(3))
+    report = audit(model, batch, configure=engine(), loss=loss)
+    assert report["gradient values"].evidence["identical"]
+    check = report["recomputed"]
+    assert check.verdict is Verdict.PASS
+    assert check.evidence["operators"] == {"attention": [3, 3 - kept], "other": [6, 3]}, (
+        "the sum at the end is needless"
+    )
+    assert check.summary.startswith("3 blocks ran again in backward: layers x3")
+    assert (f"; {kept} of their 3 calls of attention were kept and ran once" in check.summary) == bool(kept)
+    assert not failed(report) - {"copy and pickle"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "attention"),
+    [("recompute", [2, 2]), ("recompute(keep=attention)", [2, 0]), ("recompute(keep=attention)+tile(mlp)", [2, 0])],
+)
+def test_attention_that_lowtide_keeps(policy, attention):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "use_cache": False}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    ids = torch.arange(32).reshape(1, 32)
+    batch = {"input_ids": ids, "labels": ids}
+    report = audit(model, batch, configure=lambda model: lowtide.apply(model, policy))
+    assert report.ok, report
+    counts = report["recomputed"].evidence["operators"]
+    assert counts["attention"] == attention
+    forward, again = counts["other"]
+    assert 0.8 * forward < again <= forward
+    assert report["gradient values"].evidence["identical"]
+    assert report["memory"].verdict is Verdict.PASS
+
+
+def test_selective_checkpointing_of_trl():
+    models = pytest.importorskip("trl.models", reason="needs trl")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "use_cache": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    ids = torch.arange(32).reshape(1, 32)
+
+    def selective(model):
+        models.enable_selective_activation_checkpointing(model)
+        model.gradient_checkpointing_enable({"selective": True})
+
+    report = audit(model, {"input_ids": ids, "labels": ids}, configure=selective, checks=["recomputed", "memory"])
+    assert report.ok, report
+    assert report["recomputed"].evidence["operators"]["attention"] == [2, 0]
+    assert "2 of their 2 calls of attention were kept" in report["recomputed"].summary
 
 
 def test_offload_that_is_expected_and_does_not_happen():

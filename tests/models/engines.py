@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 WIDTH = 16
 
@@ -131,6 +133,23 @@ class Handle:
 class SkipsALayer(Engine):
     def blocks(self, model):
         return list(model.layers)[1:]
+
+
+class KeepsAttention(Engine):
+    """Torch's selective checkpointing: attention is not run again."""
+
+    def keeps(self, index) -> bool:
+        return True
+
+    def run(self, function, index, args, kwargs):
+        operators = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default] if self.keeps(index) else []
+        contexts = functools.partial(create_selective_checkpoint_contexts, operators)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class KeepsSomeAttention(KeepsAttention):
+    def keeps(self, index) -> bool:
+        return index > 0
 
 
 class DoesNothing(Engine):

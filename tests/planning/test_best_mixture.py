@@ -70,9 +70,9 @@ class InThisProcess:
         with self._lock:
             return self._simulator.estimate(policy, exact=exact)
 
-    def costs(self, tile: str) -> StepCosts:
+    def costs(self, tile: str, policies: tuple[str, ...]) -> StepCosts:
         with self._lock:
-            return self._simulator.costs(tile)
+            return self._simulator.costs(tile, policies)
 
     def stop(self) -> None:
         raise AssertionError("nothing should go wrong here")

@@ -29,6 +29,9 @@ from support import needs_transformers_5
 pytestmark = [needs_transformers_5, pytest.mark.usefixtures("cache")]
 
 MARGINS = margins_for(find_accelerator("L40S"), ranks=1).total
+LONG = transformers.LlamaConfig(
+    hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000
+)
 UNIFORM = 3 * len(REGION_POLICIES)
 """Without tiles, with a tiled loss, and with tiled MLPs, too."""
 
@@ -96,6 +99,36 @@ def test_a_budget_that_nothing_fits_says_what_the_least_is():
     with pytest.raises(DoesNotFitError, match=r"no policy fits 1 GiB with 1 x 2048 tokens. The least is .* too much"):
         lowtide.apply(model, budget="1GiB", tokens=2048, device="L40S")
     assert model.model.layers[0].__dict__ == before
+
+
+class TestRecomputeThatKeepsAttention:
+    KEEPING = "recompute(keep=attention)"
+
+    @pytest.fixture(scope="class")
+    def card(self):
+        """Four layers at 32k tokens on a slow card without much memory: attention takes most of the time."""
+        return dataclasses.replace(find_accelerator("L40S"), memory=MARGINS + 3 * 2**30)
+
+    def test_it_is_planned_where_attention_takes_the_time(self, card):
+        plan = lowtide.plan(LONG, tokens="32k", device=card, host_budget=0)
+        figures = {candidate.policy: candidate for candidate in plan.candidates}
+        assert self.KEEPING in plan.best.policy
+        assert not figures["none"].fits
+        assert figures["recompute+tile"].fits
+        assert plan.step_seconds < 0.85 * figures["recompute+tile"].estimate.seconds
+        once, twice = (figures[f"{policy}+tile"].estimate.busy["attention"] for policy in (self.KEEPING, "recompute"))
+        assert twice == pytest.approx(2 * once)
+
+    def test_apply_takes_it(self, card):
+        model = transformers.LlamaForCausalLM(LONG).to(torch.bfloat16)
+        with lowtide.apply(model, budget=card.memory, tokens="32k", device=card, host_budget=0) as applied:
+            rules = [applied.policy, *(rule for _, rule in applied.policy.overrides)]
+            assert any(rule.keep == ("attention",) for rule in rules)
+
+    def test_of_a_model_without_attention_the_rest_is_mixed(self):
+        plan = lowtide.plan("models.own:small", device="L40S")
+        assert not any("keep=" in candidate.policy for candidate in plan.candidates)
+        assert any(self.KEEPING in note for note in plan.notes if "left out" in note)
 
 
 def test_apply_takes_a_budget():

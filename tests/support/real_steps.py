@@ -59,11 +59,11 @@ def profiled_peak(step: Callable[[], None]) -> int:
 def _promotions(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """When an operand was copied to the wider type of the other: the CPU's kernels do, an accelerator's convert it as
     they read."""
-    spans = {name: _spans(events, name) for name in ("aten::mul", "aten::to")}
+    elementwise = [*_spans(events, "aten::mul"), *_spans(events, "aten::add")]
     return [
         (start, end)
-        for start, end in spans["aten::to"]
-        if any(first <= start and end <= last for first, last in spans["aten::mul"])
+        for start, end in _spans(events, "aten::to")
+        if any(first <= start and end <= last for first, last in elementwise)
     ]
 
 

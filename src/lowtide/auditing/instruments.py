@@ -4,7 +4,8 @@
   because a recompute may stop early and never reach the end of a module.
 - `Operators`: a dispatch mode sees every operator, in recomputes too. It remembers each new storage weakly and by the
   block that made it: what is alive after forward is what the graph holds, through hooks, closures, keywords or caches
-  alike. And it takes a checksum of every random draw.
+  alike. It takes a checksum of every random draw, and counts the operators that compute something, attention by itself:
+  selective checkpointing keeps some outputs of a block that it runs again.
 - `Accumulations`: hooks on the parameters count how often each accumulates a gradient.
 
 None of them keeps anything alive, and none changes a value.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,7 +187,7 @@ def _track(tensor: Tensor, block: str) -> TrackedStorage | None:
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator: new storages in forward, random draws in forward and in backward."""
+    """Sees every operator: new storages in forward, random draws and counts in forward and in backward."""
 
     def __init__(self, calls: Calls, device: torch.device, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,6 +198,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: list[TrackedStorage] = []
         self.forward_draws: collections.Counter[int] = collections.Counter()
         self.backward_draws: collections.Counter[int] = collections.Counter()
+        self.forward_operators: collections.Counter[tuple[str, str]] = collections.Counter()
+        """Calls of the operators that compute something, by block and name."""
+        self.backward_operators: collections.Counter[str] = collections.Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,9 +210,13 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _draws(func, args, kwargs or {}):
             draws = self.backward_draws if self._calls.in_backward else self.forward_draws
             draws.update(checksum(tensor) for tensor in tensors)
-        if not self._calls.in_backward:
-            for tensor in tensors:
-                self._remember(tensor)
+        name = _computes(func)
+        if self._calls.in_backward:
+            self.backward_operators[name] += bool(name)
+            return outputs
+        self.forward_operators[self._calls.block, name] += bool(name)
+        for tensor in tensors:
+            self._remember(tensor)
         return outputs
 
     def _remember(self, tensor: Tensor) -> None:
@@ -225,6 +234,18 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage.is_alive:
                 alive[storage.block] += storage.nbytes
         return alive
+
+
+@functools.cache
+def _computes(func: Any) -> str:
+    """Return an operator's name; an empty one for a view, which computes nothing."""
+    schema = schema_of(func)
+    return "" if any(result.alias_info is not None for result in schema.returns) else str(schema.name)
+
+
+def is_attention(operator: str) -> bool:
+    """Return whether an operator of this name is the forward of fused attention, whoever wrote it."""
+    return bool(re.search("attention|attn", operator)) and not re.search("backward|bwd", operator)
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -55,6 +55,9 @@ class Observation:
     """How often each parameter accumulated a gradient."""
     in_graph: set[str]
     """Parameters that the loss's graph reaches."""
+    forward_operators: collections.Counter[tuple[str, str]]
+    """Calls of the operators that compute something, by block and name."""
+    backward_operators: collections.Counter[str]
 
     @property
     def total_held(self) -> int:
@@ -139,6 +142,8 @@ def observe(model: nn.Module, experiment: Experiment) -> Observation:
             backward_draws=operators.backward_draws,
             accumulations=accumulations.counts,
             in_graph=in_graph,
+            forward_operators=operators.forward_operators,
+            backward_operators=operators.backward_operators,
         )
 
 

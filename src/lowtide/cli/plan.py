@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from lowtide.simulation.estimate import Estimate
 
 
-_UNIFORM = len("recompute+offload+tile(loss)")
-"""The width of the longest policy that treats all regions alike."""
+_POLICY = len("recompute+offload+tile(loss)")
+"""The least width of the column of policies. Longer ones are broken before a plus sign."""
 _REASON = "at the peak"
 _SENTENCE = 40
 """From this many columns on, a sentence is wrapped; in fewer, it is cut."""
@@ -243,9 +244,10 @@ def _table_with(plan: Plan, console: Console, room: int) -> Table:
         table.add_column(_REASON, no_wrap=room < _SENTENCE, max_width=room)
     for candidate in plan.candidates:
         is_best = plan.best is not None and candidate.policy == plan.best.policy
+        text = _policy_text(candidate.policy, console)
         table.add_row(
             "[green]fits[/]" if candidate.fits else "[red]no[/]",
-            f"[bold]{escape(candidate.policy)}[/]" if is_best else escape(candidate.policy),
+            f"[bold]{text}[/]" if is_best else text,
             *_figures(candidate.device_bytes, candidate.estimate),
             *([escape(candidate.limit)] if room else []),
         )
@@ -254,9 +256,23 @@ def _table_with(plan: Plan, console: Console, room: int) -> Table:
 
 def _add_columns(table: Table, console: Console, *before: str) -> None:
     """Add the columns that both tables have. A policy longer than a third of the line is wrapped, never cut."""
-    table.add_column("policy", overflow="fold", max_width=max(_UNIFORM, console.width // 3))
+    table.add_column("policy", overflow="fold", max_width=_policy_width(console))
     for heading in (*before, "device", "host", "step"):
         table.add_column(heading, justify="right", no_wrap=True)
+
+
+def _policy_width(console: Console) -> int:
+    return max(_POLICY, console.width // 3)
+
+
+def _policy_text(policy: str, console: Console) -> str:
+    """Break a policy into lines that the column has room for: between its rules, and before a plus sign."""
+    lines = [""]
+    for part in re.findall(r"\+?[^+ ]+ ?", policy):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > _policy_width(console):
+            lines.append("")
+        lines[-1] += part
+    return escape("\n".join(line.rstrip() for line in lines))
 
 
 def _figures(device_bytes: int, estimate: Estimate) -> tuple[str, str, str]:
@@ -322,7 +338,7 @@ def _print_largest(found: list[MaxFit], figure: str) -> None:
     _add_columns(table, console, "longest sequence" if figure == "tokens" else "largest batch")
     for row in found:
         if row.estimate is None or row.device_bytes is None:
-            table.add_row(escape(row.policy), "none fits")
+            table.add_row(_policy_text(row.policy, console), "none fits")
             continue
-        table.add_row(escape(row.policy), f"{row.most:,}", *_figures(row.device_bytes, row.estimate))
+        table.add_row(_policy_text(row.policy, console), f"{row.most:,}", *_figures(row.device_bytes, row.estimate))
     console.print(table)

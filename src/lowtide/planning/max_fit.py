@@ -29,6 +29,7 @@ POLICIES = (
     "recompute+tile(loss)",
     "recompute+offload+tile(loss)",
     "recompute+offload+tile(mlp)",
+    "recompute(keep=attention)+offload+tile",
     "recompute+offload+tile",
 )
 """The usual policies, of which those are tried whose tiles the model has. `tile(mlp)` is for models without a head."""

@@ -186,16 +186,16 @@ class _Planner:
                 choices[tile] = self._choose(tile, budgets[tile])
 
     def _mixable_tile_options(self) -> list[str]:
-        """Return the tile options with which every region policy applies: the solver needs the costs of all."""
-        return [
-            tile
-            for tile in self._simulator.summary.tile_options
-            if not any(joined(policy, tile) in self._inapplicable for policy in REGION_POLICIES)
-        ]
+        """Return the tile options that apply, so that there is something to choose from."""
+        return [tile for tile in self._simulator.summary.tile_options if "none" in self._region_policies(tile)]
+
+    def _region_policies(self, tile: str) -> tuple[str, ...]:
+        """Return the region policies that apply with a tile option: attention is only kept where there is some."""
+        return tuple(policy for policy in REGION_POLICIES if joined(policy, tile) not in self._inapplicable)
 
     def _choose(self, tile: str, budget: int) -> Choice | None:
         """Return the solver's choice; None if there is none, or if it is one policy for all, which is known already."""
-        costs = self._simulator.costs(tile)
+        costs = self._simulator.costs(tile, self._region_policies(tile))
         choice = solve(costs, budget, self._host_budget, self._accelerator.link_rate)
         return choice if choice and len(set(choice.region_policies.values())) > 1 else None
 

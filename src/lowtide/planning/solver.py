@@ -8,6 +8,9 @@ host in forward, back in backward) are variables that add to the time.
 Within a stack, policies come in one order: regions that are offloaded come first, since their bytes have the longest
 time to return, and regions that are kept come last, since backward frees them first. That loses nothing where regions
 are alike, and makes plans that a person can read.
+
+Of a hybrid model, some regions have no attention. For them, to recompute all but attention is to recompute all, and the
+order may give them either; but no region is told to keep attention if none of those that are told so has any.
 """
 
 from __future__ import annotations
@@ -24,13 +27,27 @@ from lowtide.simulation.region_costs import REGION_POLICIES
 if TYPE_CHECKING:
     from lowtide.simulation.region_costs import RegionPolicyCost, StepCosts
 
-_POLICIES = range(len(REGION_POLICIES))
-
 _OFFLOAD_PENALTY = 1e-6
 """By which share offload seems slower than it is: among equally fast choices, the one that moves less is taken."""
 
-_ORDER = ("offload", "recompute+offload", "recompute", "none")
+_KEEP_PENALTY = 1e-7
+"""The same for kept outputs: where a region has none, nothing is to be kept."""
+
+_ORDER = (
+    "offload",
+    "recompute(keep=attention)+offload",
+    "recompute+offload",
+    "recompute",
+    "recompute(keep=attention)",
+    "none",
+)
 """The order of policies within a stack."""
+
+_WITHOUT_KEEP = {
+    "recompute(keep=attention)": "recompute",
+    "recompute(keep=attention)+offload": "recompute+offload",
+}
+"""The policies that keep outputs, and what they are for a region that has no such output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +74,9 @@ class _Program:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._binary = len(costs.regions) * len(REGION_POLICIES)
+        known = {policy for region in costs.regions for policy in region.by_policy}
+        self._policies = [policy for policy in REGION_POLICIES if policy in known]
+        self._binary = len(costs.regions) * len(self._policies)
         self._rows: list[dict[int, float]] = []
         self._most: list[float] = []
 
@@ -83,8 +102,9 @@ class _Program:
         for place, (region, after) in enumerate(itertools.pairwise(self._costs.regions)):
             if region.name.rpartition(".")[0] != after.name.rpartition(".")[0]:
                 continue
-            for position in range(1, len(_ORDER)):
-                late = [REGION_POLICIES.index(policy) for policy in _ORDER[position:]]
+            order = [self._policies.index(policy) for policy in _ORDER if policy in self._policies]
+            for position in range(1, len(order)):
+                late = order[position:]
                 here = {self._variable(place, policy): 1.0 for policy in late}
                 there = {self._variable(place + 1, policy): -1.0 for policy in late}
                 self._add({**here, **there}, 0.0)
@@ -95,9 +115,9 @@ class _Program:
         objective = np.ones(size)
         seconds = (self._everywhere("forward_seconds"), self._everywhere("backward_seconds"))
         for variable in range(self._binary):
-            objective[variable] = sum(figure[variable] for figure in seconds)
-            if "offload" in REGION_POLICIES[variable % len(REGION_POLICIES)]:
-                objective[variable] *= 1 + _OFFLOAD_PENALTY
+            policy = self._policies[variable % len(self._policies)]
+            penalty = _OFFLOAD_PENALTY * ("offload" in policy) + _KEEP_PENALTY * (policy in _WITHOUT_KEEP)
+            objective[variable] = sum(figure[variable] for figure in seconds) * (1 + penalty)
         result = optimize.milp(
             objective,
             constraints=[
@@ -113,13 +133,19 @@ class _Program:
     def _choice(self, result: Any) -> Choice:
         chosen = {}
         for place, region in enumerate(self._costs.regions):
-            policy = max(_POLICIES, key=lambda policy: result.x[self._variable(place, policy)])
-            chosen[region.name] = REGION_POLICIES[policy]
+            policy = max(self._numbers, key=lambda policy: result.x[self._variable(place, policy)])
+            chosen[region.name] = self._policies[policy]
+        if not any(region.by_policy[chosen[region.name]].kept for region in self._costs.regions):
+            chosen = {name: _WITHOUT_KEEP.get(policy, policy) for name, policy in chosen.items()}
         return Choice(chosen, float(result.fun) + self._costs.other_seconds)
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._policies))
 
     def _one_policy_each(self) -> list[dict[int, float]]:
         places = range(len(self._costs.regions))
-        return [{self._variable(place, policy): 1.0 for policy in _POLICIES} for place in places]
+        return [{self._variable(place, policy): 1.0 for policy in self._numbers} for place in places]
 
     def _matrix(self, rows: list[dict[int, float]]) -> Any:
         matrix = np.zeros((len(rows), self._binary + 2))
@@ -130,7 +156,7 @@ class _Program:
 
     def _factors(self, place: int, figure: str) -> dict[int, float]:
         return {
-            self._variable(place, policy): float(getattr(self._cost(place, policy), figure)) for policy in _POLICIES
+            self._variable(place, policy): float(getattr(self._cost(place, policy), figure)) for policy in self._numbers
         }
 
     def _everywhere(self, figure: str) -> dict[int, float]:
@@ -138,10 +164,10 @@ class _Program:
         return {variable: factor for place in places for variable, factor in self._factors(place, figure).items()}
 
     def _cost(self, place: int, policy: int) -> RegionPolicyCost:
-        return self._costs.regions[place].by_policy[REGION_POLICIES[policy]]
+        return self._costs.regions[place].by_policy[self._policies[policy]]
 
     def _variable(self, place: int, policy: int) -> int:
-        return place * len(REGION_POLICIES) + policy
+        return place * len(self._policies) + policy
 
     def _add(self, row: dict[int, float], most: float) -> None:
         self._rows.append(dict(row))

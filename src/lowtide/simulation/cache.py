@@ -87,10 +87,10 @@ class CachedSimulator:
             **self._remember("estimate", asked, process_for(policy), lambda simulator: ask(simulator).to_dict())
         )
 
-    def costs(self, tile: str) -> StepCosts:
-        data = self._remember(
-            "costs", {"tile": tile}, process_for(tile), lambda simulator: dataclasses.asdict(simulator.costs(tile))
-        )
+    def costs(self, tile: str, policies: tuple[str, ...]) -> StepCosts:
+        asked = {"tile": tile, "policies": policies}
+        ask = operator.methodcaller("costs", tile, policies)
+        data = self._remember("costs", asked, process_for(tile), lambda simulator: dataclasses.asdict(ask(simulator)))
         return StepCosts(**{**data, "regions": [_region_costs(region) for region in data["regions"]]})
 
     def _remember(

@@ -66,9 +66,9 @@ class SimulatorProcess:
         _ = self.summary
         return self._ask("estimate", {"policy": policy, "exact": exact})  # type: ignore[no-any-return]
 
-    def costs(self, tile: str) -> StepCosts:
+    def costs(self, tile: str, policies: tuple[str, ...]) -> StepCosts:
         _ = self.summary
-        return self._ask("costs", {"tile": tile})  # type: ignore[no-any-return]
+        return self._ask("costs", {"tile": tile, "policies": policies})  # type: ignore[no-any-return]
 
     def _ask(self, name: str, arguments: Any) -> Any:
         assert self._process.stdin is not None  # noqa: S101

@@ -1,6 +1,6 @@
 """Costs of each region under each policy: memory while it waits, memory while it runs, seconds, bytes over the link.
 
-They are read from recordings of the four uniform policies. The owners in the ledger tell what a region holds while
+They are read from recordings of the uniform policies. The owners in the ledger tell what a region holds while
 other regions run from what it needs while it runs itself; everything else at that moment is the same for all policies.
 """
 
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from lowtide.simulation.extrapolation import Extrapolation
     from lowtide.simulation.step import Recording
 
-REGION_POLICIES = ("none", "recompute", "offload", "recompute+offload")
+REGION_POLICIES = (
+    "none",
+    "recompute",
+    "recompute(keep=attention)",
+    "offload",
+    "recompute+offload",
+    "recompute(keep=attention)+offload",
+)
 """The policies that a region can have in a plan."""
 
 _OWN = frozenset({"activations", "logits", "workspace"})
@@ -35,6 +42,8 @@ class RegionPolicyCost:
     """Seconds of compute, including waits for copies where all regions have the same policy."""
     moved: int
     """Bytes that go to the host and come back."""
+    kept: int = 0
+    """How many outputs it keeps instead of computing them again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +124,7 @@ class _RegionReader:
             forward_seconds=seconds.get("forward", {}).get(region, 0.0),
             backward_seconds=seconds.get("backward", {}).get(region, 0.0),
             moved=self._recording.packed.get(region, 0),
+            kept=self._recording.kept.get(region, 0),
         )
 
     @property

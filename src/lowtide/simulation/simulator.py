@@ -19,7 +19,7 @@ from lowtide.policy.rules import joined
 from lowtide.regions import find_head, find_mlps, find_regions
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
-from lowtide.simulation.region_costs import REGION_POLICIES, region_costs
+from lowtide.simulation.region_costs import region_costs
 from lowtide.simulation.step import simulate
 from lowtide.targets.batches import make_batch, put_on
 from lowtide.targets.job import DTYPES
@@ -92,14 +92,13 @@ class Simulator:
             return exact_estimate(policy, self._record(policy, None))
         return extrapolated_estimate(policy, self._extrapolation(policy))
 
-    def costs(self, tile: str) -> StepCosts:
-        """Return what the solver needs to know: each region's costs under each region policy, with this tile option."""
-        policies = {policy: joined(policy, tile) for policy in REGION_POLICIES}
+    def costs(self, tile: str, policies: tuple[str, ...]) -> StepCosts:
+        """Return what the solver needs to know: each region's costs under these policies, with this tile option."""
         length = None if self._stack is None else self._stack.long
-        recordings = {policy: self._recorded(with_tiles, length) for policy, with_tiles in policies.items()}
+        recordings = {policy: self._recorded(joined(policy, tile), length) for policy in policies}
         if self._stack is None:
             return region_costs(Extrapolation.exact(self._names, recordings["none"]), recordings)
-        return region_costs(self._extrapolation(policies["none"]), recordings)
+        return region_costs(self._extrapolation(joined("none", tile)), recordings)
 
     def _extrapolation(self, policy: str) -> Extrapolation:
         stack = self._stack

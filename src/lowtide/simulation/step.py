@@ -64,6 +64,8 @@ class Recording:
     """The most bytes that the offload store held."""
     packed: dict[str, int]
     """Bytes that each region handed to the store."""
+    kept: dict[str, int]
+    """How many outputs of dear operators each region kept, by `recompute(keep=...)`."""
     region_seconds: dict[str, dict[str, float]]
     """Seconds of compute by phase and region."""
 
@@ -118,6 +120,7 @@ def record(
         operations=ledger.operations,
         stored_bytes=report.peak_host_bytes,
         packed={region.name: region.packed_bytes for region in report.regions},
+        kept={region.name: region.kept_outputs for region in report.regions},
         region_seconds=tracker.seconds,
     )
 

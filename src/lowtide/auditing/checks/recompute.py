@@ -1,9 +1,15 @@
-"""Are the blocks run again in backward: all of them, once for each call?"""
+"""Are the blocks run again in backward: all of them, once for each call?
+
+Selective checkpointing runs a block again without some of its operators, whose outputs it keeps: mostly attention. That
+is as right as the rest; the summary says how many calls of attention did not run again.
+"""
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING, Any
 
+from lowtide.auditing.instruments import is_attention
 from lowtide.auditing.report import CheckResult, Verdict, first_few
 from lowtide.modules import ancestors
 
@@ -44,7 +50,30 @@ def recomputed(case: Case) -> CheckResult:
         )
     blocks = sum(stack["recomputed"] for stack in stacks)
     names = ", ".join(f"{stack['name']} x{stack['recomputed']}" for stack in stacks)
-    return case.result(_NAME, Verdict.PASS, f"{blocks} blocks ran again in backward: {names}", stacks=stacks)
+    counts = _operator_counts(case)
+    calls, again = counts["attention"]
+    kept = f"; {calls - again} of their {calls} calls of attention were kept and ran once" if again < calls else ""
+    return case.result(
+        _NAME, Verdict.PASS, f"{blocks} blocks ran again in backward: {names}{kept}", stacks=stacks, operators=counts
+    )
+
+
+def _operator_counts(case: Case) -> dict[str, list[int]]:
+    """Count how often the recomputed blocks called attention and other operators in forward, and how often again.
+
+    What the plain model's backward calls as well is no recompute. Other operators are fewer again: the last ones of a
+    block save nothing that backward needs.
+    """
+    counts = {"attention": [0, 0], "other": [0, 0]}
+    in_blocks: collections.Counter[str] = collections.Counter()
+    for (block, operator), calls in case.run().forward_operators.items():
+        in_blocks[operator] += calls * (block in case.recomputed)
+    again = case.run().backward_operators - case.plain.backward_operators
+    for operator, calls in in_blocks.items():
+        pair = counts["attention" if is_attention(operator) else "other"]
+        pair[0] += calls
+        pair[1] += again[operator]
+    return counts
 
 
 def _none_recomputed(case: Case, stacks: list[dict[str, Any]]) -> CheckResult:
