@@ -419,6 +419,16 @@ def uncompiled(function: C) -> C:
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module runs compiled, by `module.compile()`, by `torch.compile(module)`, or by its forward.
+
+    `Module._compiled_call_impl`, and `_torchdynamo_orig_callable` of compiled functions, 2.10.
+    Public replacement: none.
+    """
+    held = module.__dict__
+    return held.get(COMPILED_CALL) is not None or hasattr(held.get("forward"), "_torchdynamo_orig_callable")
+
+
 def runs_compiled_backward() -> bool:
     """Return whether compiled autograd runs a backward. The engine runs none then, and takes no callbacks.
 

@@ -175,7 +175,7 @@ class TestWhatRunsAgain:
         assert [[part() for part in where.parts] for where in places] == [[block.attention] for block in model]
         assert all(list(where.functions) == [F.scaled_dot_product_attention] for where in places)
 
-    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
     def test_flex_attention(self):
         """On a CPU it has no backward, so it is frozen here; it is an operator of another kind."""
 
@@ -335,6 +335,29 @@ class Failing(nn.Module):
         return x / 0 if x is None else 1 / 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at tensors
+@pytest.mark.parametrize("what", ["attention", "mlp", "forward"])
+def test_beside_what_is_compiled_in_a_region(what):
+    """The compiler looks into our modes, and must find nothing there."""
+    torch._dynamo.reset()
+    plain, model = build(), build()
+    for block in model:
+        if what == "forward":
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        else:
+            getattr(block, what).compile(backend="aot_eager")
+    lowtide.apply(model, "recompute(keep=attention+matmul)", strict=False)
+    for module in (*model.modules(), *plain.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            ours, theirs = step(model, batch()), step(plain, batch())
+            torch.testing.assert_close(ours, theirs)
+    torch._dynamo.reset()
+
+
 class TestRefused:
     def test_a_kept_output_that_is_changed_in_place_after_the_forward(self):
         def forward(x, weight):
@@ -375,6 +398,10 @@ class TestRefused:
     def test_an_operator_that_cannot_be_kept(self, word, why):
         with pytest.raises(InvalidValueError, match=f"keep: '{word}' {why}" if "has" not in why else why):
             lowtide.apply(build(), f"recompute(keep=[{word}])")
+
+    def test_a_word_that_is_none(self):
+        with pytest.raises(InvalidValueError, match="unknown thing to keep 'atention': did you mean 'attention'"):
+            lowtide.checkpoint(torch.sin, torch.ones(2), keep="atention")
 
     def test_two_ways_to_say_what_is_kept(self):
         with pytest.raises(InvalidValueError, match="keep and context_fn both say"):

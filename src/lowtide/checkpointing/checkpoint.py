@@ -31,7 +31,7 @@ from lowtide.checkpointing.selective import entered_after, with_offload
 from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
-from lowtide.policy.text import read_kept
+from lowtide.policy.text import check_kept, read_kept
 from lowtide.stores import HostStore, Store
 from lowtide.tensor_tree import TensorTree, flatten_call
 
@@ -116,7 +116,7 @@ def checkpoint(
     settings = CheckpointSettings(
         preserve_rng_state, context_fn or noop_context_fn, determinism_check, debug, early_stop
     )
-    kept = KeptOperators(read_kept(keep) if isinstance(keep, str) else keep) if keep else None
+    kept = _kept_operators(keep) if keep else None
     if kept is not None and context_fn is not None:
         raise InvalidValueError("keep and context_fn both say what is kept: give one of them")
     if function is None:
@@ -131,6 +131,12 @@ def checkpoint(
 
 
 checkpoint.__module__ = "lowtide"
+
+
+def _kept_operators(keep: str | Sequence[str]) -> KeptOperators:
+    words = read_kept(keep) if isinstance(keep, str) else tuple(keep)
+    check_kept(words)
+    return KeptOperators(words)
 
 
 def _listed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ device and come back with them. A kept output that was changed in place is refus
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,10 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide._torch import (
     CHECKPOINT_HOOKS,
+    COMPILED_CALL,
     TorchDispatchMode,
     alias_of,
     hooks_module,
+    is_compiled,
     storage_key,
+    uncompiled,
     version_of,
 )
 from lowtide.checkpointing.kept_operators import KeptOperators, hides_changes, is_product, makes_scores, name_of
@@ -36,7 +40,7 @@ from lowtide.randomness import RandomState
 from lowtide.tensor_tree import TensorTree, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from lowtide.checkpointing.schedule import Packed, RegionCall
     from lowtide.counters import RegionLedger
@@ -95,6 +99,8 @@ class _Places(NamedTuple):
     """The functions of torch that they do it by; None if they do it in another way."""
     kept: int
     """How many outputs are kept."""
+    compiled: tuple[weakref.ref[nn.Module], ...] = ()
+    """The parts that are compiled: what they do is left to the compiler."""
 
 
 class KeptOutputs:
@@ -114,9 +120,11 @@ class KeptOutputs:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward, and keep the outputs of dear operators."""
+        if uncompiled(function) is not function:  # all of it is the compiler's business
+            return function(*args, **kwargs)
         if self._places is None:
             look = _Look(self, None if self._module is None else self._module())
-            with look, look.functions:
+            with look, look.functions, _left_alone(look.compiled, look.switch):
                 result = function(*args, **kwargs)
             self._region.seen = look.seen
             self._region.places = look.places()
@@ -246,6 +254,8 @@ def _run_watched(
 ) -> Any:
     """Run a region, and let `mode` see the operators that it calls in these places."""
     functions = mode if places.functions is None else _Functions(places.functions, mode)
+    if places.compiled:
+        function = _within(_left_alone(places.compiled, mode.switch), function)
     if places.parts is None:
         with functions:
             return function(*args, **kwargs)
@@ -254,7 +264,7 @@ def _run_watched(
         for part in (reference() for reference in places.parts):
             if part is not None:
                 replaced.append((vars(part), vars(part).get("forward")))
-                vars(part)["forward"] = _Within(functions, part.forward)
+                vars(part)["forward"] = _within(functions, part.forward)
         return function(*args, **kwargs)
     finally:
         for held, forward in replaced:
@@ -264,16 +274,43 @@ def _run_watched(
                 held["forward"] = forward
 
 
-class _Within:
-    """A module's forward that runs within a mode. It takes the forward's place while a region runs, and no longer."""
+def _within(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs within a context. One takes a forward's place while a region runs, and no longer."""
 
-    def __init__(self, mode: _Mode | _Functions, forward: Callable[..., Any]) -> None:
-        self._mode = mode
-        self._forward = forward
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._mode:
-            return self._forward(*args, **kwargs)
+    return run
+
+
+class _Switch:
+    """Says whether modes look at what is called. As a context, it lets them look away."""
+
+    def __init__(self) -> None:
+        self.off = 0
+
+    def __enter__(self) -> None:
+        self.off += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self.off -= 1
+
+
+@contextlib.contextmanager
+def _left_alone(parts: Iterable[weakref.ref[nn.Module]], switch: _Switch) -> Iterator[None]:
+    """Let modes look away while compiled parts run: what is in a compiled graph is the compiler's business."""
+    replaced = []
+    try:
+        for part in (reference() for reference in parts):
+            if part is not None:
+                name = COMPILED_CALL if vars(part).get(COMPILED_CALL) is not None else "forward"
+                replaced.append((vars(part), name, vars(part)[name]))
+                vars(part)[name] = _within(switch, vars(part)[name])
+        yield
+    finally:
+        for held, name, call in replaced:
+            held[name] = call
 
 
 class _Functions(TorchFunctionMode):
@@ -286,7 +323,7 @@ class _Functions(TorchFunctionMode):
         self._turn: collections.Counter[Any] = collections.Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._functions:
+        if torch.compiler.is_dynamo_compiling() or func not in self._functions or self._mode.switch.off:
             return func(*args, **kwargs) if kwargs else func(*args)
         turn, calls = self._turn[func], self._functions[func]
         self._turn[func] += 1
@@ -312,6 +349,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.switch = _Switch()
         self._outputs = outputs
         self._operators = outputs.operators
         self._function: Any = None
@@ -338,7 +376,7 @@ class _Keep(_Mode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if hooks_module() != CHECKPOINT_HOOKS:
+        if self.switch.off or hooks_module() != CHECKPOINT_HOOKS:
             return output
         if func in self._operators:
             self._outputs.keep(func, func, output, args)
@@ -368,6 +406,8 @@ class _Recall(_Mode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = None
+        if self.switch.off:
+            return func(*args, **(kwargs or {}))
         if func in self._operators:
             key = func
         elif self._function is not None and is_product(func):
@@ -393,12 +433,16 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
     def __init__(self, outputs: KeptOutputs, region: nn.Module | None) -> None:
         super().__init__(outputs)
         self.seen: collections.Counter[str] = collections.Counter()
-        self.functions = _AllFunctions(region)
+        parts = [] if region is None else [part for part in region.modules() if part is not region]
+        self.compiled = tuple(weakref.ref(part) for part in parts if is_compiled(part))
+        self.functions = _AllFunctions(region, self.switch)
         self._region = region
         self._scores: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if self.switch.off:
+            return output
         self.seen[name_of(func)] += 1
         if hooks_module() != CHECKPOINT_HOOKS:
             return output
@@ -450,9 +494,9 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
         count = self._outputs.count
         references = None if parts is None else tuple(map(weakref.ref, parts))
         if sum(call.kept for call in calls) != count:  # the compiler has looked at our notes, and undone some
-            return _Places(None, None, count)
+            return _Places(None, None, count, self.compiled)
         if any(call.operators and call.function is None for call in calls):
-            return _Places(references, None, count)
+            return _Places(references, None, count, self.compiled)
         functions: dict[Any, _Calls] = {}
         turn: collections.Counter[Any] = collections.Counter()
         for call in calls:
@@ -462,7 +506,7 @@ class _Look(_Keep):  # type: ignore[no-untyped-call]
                 functions[call.function] = known._replace(has_operators=True)
             elif call.dear_products:
                 functions[call.function] = known._replace(products=known.products | {number})
-        return _Places(references, functions, count)
+        return _Places(references, functions, count, self.compiled)
 
 
 class _Call:
@@ -485,8 +529,9 @@ class _Call:
 class _AllFunctions(TorchFunctionMode):
     """Notes all calls of torch's functions in a region."""
 
-    def __init__(self, region: nn.Module | None) -> None:
+    def __init__(self, region: nn.Module | None, switch: _Switch) -> None:
         super().__init__()
+        self._switch = switch
         self.calls: list[_Call] = []
         self.running: _Call | None = None
         self._parts = set() if region is None else set(region.modules())
@@ -500,6 +545,8 @@ class _AllFunctions(TorchFunctionMode):
         return call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling() or self._switch.off:  # the compiler looks into this: no notes
+            return func(*args, **(kwargs or {}))
         self.running = self.note(func)
         try:
             return func(*args, **(kwargs or {}))
