@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -289,6 +288,7 @@ class TestGradients:
         for _ in range(2):
             assert_same(step(tiled, batch()), step(model, batch()))
 
+    @pytest.mark.filterwarnings("ignore:lowtide. region .* ran inside another checkpoint:UserWarning")
     @pytest.mark.parametrize("inside", [False, True])
     def test_beside_another_checkpoint(self, inside):
         """Around a region, it decides what is kept; inside of one, it computes once more."""
@@ -303,9 +303,7 @@ class TestGradients:
         for forward, one in ((run, model), (plain, plain)):
             x = batch()
             torch.manual_seed(2)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                forward(x).square().mean().backward()
+            forward(x).square().mean().backward()
             found.append([x.grad, *(p.grad for p in one.parameters())])
         assert_same(*found)
 
@@ -336,6 +334,7 @@ class Failing(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at tensors
+@pytest.mark.filterwarnings("ignore:lowtide. region .*expected to keep attention:UserWarning")
 @pytest.mark.parametrize("what", ["attention", "mlp", "forward"])
 def test_beside_what_is_compiled_in_a_region(what):
     """The compiler looks into our modes, and must find nothing there."""
@@ -350,11 +349,9 @@ def test_beside_what_is_compiled_in_a_region(what):
     for module in (*model.modules(), *plain.modules()):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(3):
-            ours, theirs = step(model, batch()), step(plain, batch())
-            torch.testing.assert_close(ours, theirs)
+    for _ in range(3):
+        ours, theirs = step(model, batch()), step(plain, batch())
+        torch.testing.assert_close(ours, theirs)
     torch._dynamo.reset()
 
 
