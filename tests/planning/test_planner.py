@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ class TestRecomputeThatKeepsAttention:
     """Four narrow layers at 32k tokens: attention takes most of the time."""
 
     KEEPING = "recompute(keep=attention)"
-    SETTINGS = {"tokens": "32k", "device": "L40S", "budget": "2GiB", "host_budget": 0}
+    SETTINGS = MappingProxyType({"tokens": "32k", "device": "L40S", "budget": "2GiB", "host_budget": 0})
 
     def test_it_is_planned_where_attention_takes_the_time(self):
         plan = lowtide.plan(LONG, **self.SETTINGS)
