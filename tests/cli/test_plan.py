@@ -118,9 +118,16 @@ def test_policies_are_told_apart_however_narrow_the_terminal_is(
     result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "1.4GiB")
     table = result.stdout.partition("lowtide.apply")[0].splitlines()
     assert max(map(len, table)) <= width
-    rows = [line.split()[1] for line in table if line.startswith(("fits", "no "))]
+    rows: list[str] = []
+    for line in table:
+        if line.startswith(("fits", "no ")):
+            rows.append(line.split()[1])
+        elif rows:
+            rows[-1] += line[6 : 6 + max(28, width // 3)].strip()
     assert {"recompute+offload+tile(loss)", "recompute+offload+tile"} <= set(rows)
+    assert {"recompute(keep=attention)+offload+tile(loss)", "recompute(keep=attention)+tile"} <= set(rows)
     assert len(set(rows)) == len(rows)
+    assert not [line for line in table if line.split()[-1:] == ["+"]], "a line is broken before a plus sign"
     assert ("at the peak" in result.stdout) == (width > 72), "the rest has the room that is left"
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -102,33 +103,32 @@ def test_a_budget_that_nothing_fits_says_what_the_least_is():
 
 
 class TestRecomputeThatKeepsAttention:
+    """Four narrow layers at 32k tokens: attention takes most of the time."""
+
     KEEPING = "recompute(keep=attention)"
+    SETTINGS = MappingProxyType({"tokens": "32k", "device": "L40S", "budget": "2GiB", "host_budget": 0})
 
-    @pytest.fixture(scope="class")
-    def card(self):
-        """Four layers at 32k tokens on a slow card without much memory: attention takes most of the time."""
-        return dataclasses.replace(find_accelerator("L40S"), memory=MARGINS + 3 * 2**30)
-
-    def test_it_is_planned_where_attention_takes_the_time(self, card):
-        plan = lowtide.plan(LONG, tokens="32k", device=card, host_budget=0)
+    def test_it_is_planned_where_attention_takes_the_time(self):
+        plan = lowtide.plan(LONG, **self.SETTINGS)
         figures = {candidate.policy: candidate for candidate in plan.candidates}
         assert self.KEEPING in plan.best.policy
         assert not figures["none"].fits
         assert figures["recompute+tile"].fits
-        assert plan.step_seconds < 0.85 * figures["recompute+tile"].estimate.seconds
+        assert plan.step_seconds < 0.9 * figures["recompute+tile"].estimate.seconds
         once, twice = (figures[f"{policy}+tile"].estimate.busy["attention"] for policy in (self.KEEPING, "recompute"))
         assert twice == pytest.approx(2 * once)
 
-    def test_apply_takes_it(self, card):
+    def test_apply_takes_it(self):
         model = transformers.LlamaForCausalLM(LONG).to(torch.bfloat16)
-        with lowtide.apply(model, budget=card.memory, tokens="32k", device=card, host_budget=0) as applied:
+        with lowtide.apply(model, **self.SETTINGS) as applied:
             rules = [applied.policy, *(rule for _, rule in applied.policy.overrides)]
             assert any(rule.keep == ("attention",) for rule in rules)
 
     def test_of_a_model_without_attention_the_rest_is_mixed(self):
         plan = lowtide.plan("models.own:small", device="L40S")
         assert not any("keep=" in candidate.policy for candidate in plan.candidates)
-        assert any(self.KEEPING in note for note in plan.notes if "left out" in note)
+        (note,) = (note for note in plan.notes if f"left out: {self.KEEPING}" in note)
+        assert "called no such operator" in note
 
 
 def test_apply_takes_a_budget():
@@ -179,8 +179,8 @@ class TestAPolicyThatDoesNothingToAModel:
         assert plan.fits
         assert [candidate.policy for candidate in plan.candidates if "offload" in candidate.policy] == []
         assert {"none", "recompute", "tile(mlp)", "recompute+tile(mlp)"} <= {c.policy for c in plan.candidates}
-        (note,) = (note for note in plan.notes if "not applicable here" in note)
-        assert "left out: offload, recompute+offload" in note
+        (note,) = (note for note in plan.notes if "left out: offload" in note)
+        assert "left out: offload, recompute+offload, recompute(keep=attention)+offload, offload+tile(mlp)" in note
         assert "expected its saved tensors to be offloaded" in note
         assert "\n" not in note
 

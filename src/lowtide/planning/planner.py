@@ -249,11 +249,9 @@ class _Planner:
                 f"offload may take {format_bytes(self._host_budget)} of host memory per rank: set host_budget "
                 "(--host-budget) to what this machine has"
             )
-        if self._inapplicable:
-            notes.append(
-                f"not applicable here, and left out: {', '.join(self._inapplicable)} "
-                f"({next(iter(self._inapplicable.values()))})"
-            )
+        for reason in dict.fromkeys(self._inapplicable.values()):
+            policies = [policy for policy, why in self._inapplicable.items() if why == reason]
+            notes.append(f"not applicable here, and left out: {', '.join(policies)} ({reason})")
         summary = self._simulator.summary
         if len(candidates) > 1 and "tile" not in summary.tile_options:
             notes.append(
