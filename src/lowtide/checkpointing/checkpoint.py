@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from lowtide.checkpointing.keeping import Keeping, KeptOutputs
+    from lowtide.checkpointing.keeping import Keeping, KeptCall
 
 T = TypeVar("T")
 
@@ -255,7 +255,7 @@ def run_region(
     else:
         settings = settings._replace(context_fn=entered_after(call.on_packed, settings.context_fn))
     if replay.kept is not None:
-        replay.kept.call = call
+        replay.kept.outputs.call = call
     try:
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result: T = non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)
@@ -301,7 +301,7 @@ class _Replay:
         self._tree = tree
         self._state = state
         self._ledger = ledger
-        self.kept: KeptOutputs | None = None
+        self.kept: KeptCall | None = None
         self.on_entry: Callable[[], None] | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
