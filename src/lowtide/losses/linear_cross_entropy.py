@@ -45,7 +45,8 @@ def linear_cross_entropy(
 
     `hidden` is `[..., width]`, `weight` `[classes, width]`, `labels` `[...]`. `reduction` means what it means in
     `torch.nn.functional.cross_entropy`: a mean divides the sum over all valid tokens once by their number, and is 0
-    (not NaN) with zero gradients if every label is ignored. `logit_scale` multiplies the logits, then `logit_softcap`
+    (not NaN) with zero gradients if every label is ignored. The loss is single precision at least, also where `hidden`
+    is 16 bits wide: torch's would be 16 bits wide, too. `logit_scale` multiplies the logits, then `logit_softcap`
     limits them (`softcap * tanh(logits / softcap)`). With `shift=True` each token is compared with the label after it.
 
     A mean or a sum costs the same three matrix products as the plain loss. Losses per token (`"none"`) cost one more in
