@@ -57,3 +57,5 @@ class TileLedger:
     """Tiles that were run in forward; as many as calls if no call was long enough to be split."""
     recomputed_tiles: int = 0
     """Tiles that were run again in backward."""
+    left_alone: str = ""
+    """Why calls that are long enough run whole all the same, if they do."""

@@ -55,6 +55,18 @@ class RandomState:
             yield
 
 
+@contextlib.contextmanager
+def seeded_like(seed: int, *tensors: torch.Tensor) -> Iterator[None]:
+    """Seed the CPU's generator and those of the tensors' devices inside, and put back afterwards what was there."""
+    state = RandomState(*tensors)
+    with state.restored():
+        torch.default_generator.manual_seed(seed)
+        for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
+            seeded_state = torch.Generator(device).manual_seed(seed).get_state()
+            torch.get_device_module(device).set_rng_state(seeded_state, device)
+        yield
+
+
 class HostRandomState:
     """A snapshot of Python's and NumPy's generators, which torch's checkpoint does not preserve."""
 

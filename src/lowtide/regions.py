@@ -29,6 +29,7 @@ from torch import nn
 
 from lowtide._torch import ConvNd, parameters_of
 from lowtide.errors import InvalidValueError, NoRegionError
+from lowtide.tiling.attention_call import asks_for_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -320,6 +321,41 @@ def _as_linear(module: nn.Module) -> _Linear | None:
         if isinstance(width, int) and isinstance(height, int):
             return _Linear(width, height)
     return None
+
+
+# --- Blocks with attention, and the norms behind them ------------------------------------------------------------------
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Return whether a part of a region calls attention where it can be seen."""
+    return any(map(asks_for_attention, module.modules()))
+
+
+class Norm(NamedTuple):
+    """A norm outside all regions, behind a stack of them."""
+
+    name: str
+    module: nn.Module
+
+
+def find_norms(model: nn.Module, regions: Sequence[Region]) -> list[tuple[Norm, Region]]:
+    """Return the norms beside the stacks that some regions are in, each with a region of its stack."""
+    by_parent = {region.name.rpartition(".")[0].rpartition(".")[0]: region for region in regions}
+    found = []
+    for parent, region in by_parent.items():
+        for name, child in model.get_submodule(parent).named_children():
+            if _is_norm(child):
+                found.append((Norm(".".join(filter(None, [parent, name])), child), region))
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = parameters_of(module).get("weight")
+    is_named = "norm" in type(module).__name__.lower() and not isinstance(module, _OVER_BATCH)
+    return is_named and weight is not None and weight.dim() == 1 and not any(module.children())
+
+
+_OVER_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm)
 
 
 # --- The head -------------------------------------------------------------------------------------------------------

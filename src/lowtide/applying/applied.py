@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 
+from lowtide.applying.block_runtime import BlockRuntime
 from lowtide.applying.guard import Guard, WatchedRegion
 from lowtide.applying.loss_runtime import HeadRuntime, ModelRuntime
 from lowtide.applying.region_runtime import ModelMemory, RegionRuntime
@@ -161,13 +162,26 @@ class Applied:
                 self._own_checkpointing.append(weakref.ref(module))
 
     def _install_tiles(self, installation: Installation) -> dict[str, list[TileLedger]]:
-        """Tile the MLPs, and return their counts by the region that they are in."""
+        """Tile MLPs, blocks and norms, and return their counts by the region that they are in."""
         by_region: dict[str, list[TileLedger]] = collections.defaultdict(list)
+        runtimes: dict[str, list[TileRuntime]] = collections.defaultdict(list)
         for mlp, policy in installation.mlps:
             ledger = TileLedger(mlp.name)
             by_region[mlp.region.name].append(ledger)
             self._tiles.append(ledger)
-            self._install_seam(mlp.module, TileRuntime(policy, ledger, probe=self._probe))
+            runtime = TileRuntime(policy, ledger, probe=self._probe)
+            runtimes[mlp.region.name].append(runtime)
+            self._install_seam(mlp.module, runtime)
+        for region, policy in installation.blocks:
+            ledger = TileLedger(region.name)
+            by_region[region.name].append(ledger)
+            self._tiles.append(ledger)
+            inner = runtimes.get(region.name, ())
+            self._install_seam(region.module, BlockRuntime(policy, ledger, inner, probe=self._probe))
+        for norm, policy in installation.norms:
+            ledger = TileLedger(norm.name)
+            self._tiles.append(ledger)
+            self._install_seam(norm.module, TileRuntime(policy, ledger, probe=self._probe))
         return by_region
 
     def _install_loss(self, installation: Installation) -> None:

@@ -44,12 +44,14 @@ class TileRuntime:
         self._probe = probe
         self._tried: dict[_Case, list[Any]] = {}
         """What the module was tried out as, and the groups of the collectives that were found in it."""
+        self.suspended = 0
+        """How many tiles of the block around it run right now: what is in a tile is not cut again."""
         self._alone: set[_Case] = set()
         """What it was tried out as in a call that is not cut, and met no other rank: a longer call will try again."""
 
     def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (in training or not)
-        """Return True: a long forward without gradients has intermediates, too."""
-        return True
+        """Return whether it is not in a tile already. A long forward without gradients has intermediates, too."""
+        return not self.suspended
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward in tiles of tokens; plainly if no argument has tokens."""

@@ -19,7 +19,7 @@ from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
 from lowtide.losses.head_loss import count_classes
 from lowtide.modules import device_of
 from lowtide.policy import Policy
-from lowtide.regions import find_head, find_mlps, find_regions
+from lowtide.regions import calls_attention, find_head, find_mlps, find_norms, find_regions
 from lowtide.stores import store_for
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lowtide.regions import MLP, Head, Region, Selector
+    from lowtide.regions import MLP, Head, Norm, Region, Selector
     from lowtide.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,20 @@ class InstalledRegion(NamedTuple):
     """A region, and the policy that takes effect there."""
 
     region: Region
+    policy: Policy
+
+
+class TiledBlock(NamedTuple):
+    """A region that runs in tiles as a whole, attention included, and the policy that says of which size."""
+
+    region: Region
+    policy: Policy
+
+
+class TiledNorm(NamedTuple):
+    """A norm behind a stack of tiled blocks, and their policy."""
+
+    norm: Norm
     policy: Policy
 
 
@@ -55,6 +69,9 @@ class Installation:
     regions: tuple[InstalledRegion, ...]
     """All regions, also those that the policy leaves alone."""
     mlps: tuple[TiledMLP, ...]
+    blocks: tuple[TiledBlock, ...]
+    norms: tuple[TiledNorm, ...]
+    """The norms behind stacks of tiled blocks."""
     head: Head | None
     """The head, if the loss is tiled."""
     store: Store | None = None
@@ -85,7 +102,11 @@ def validate(model: nn.Module, policy: Policy, select: Sequence[Selector] | None
     _check_device(model, policy, installed)
     head = _head_to_tile(model, policy)
     _check_mlps(model, policy, regions, mlps)
-    return Installation(policy, installed, tuple(_mlps_to_tile(policy, mlps)), head)
+    blocks = tuple(_blocks_to_tile(model, policy, regions))
+    policies = {block.region.name: block.policy for block in blocks}
+    beside = find_norms(model, [block.region for block in blocks])
+    norms = tuple(TiledNorm(norm, policies[region.name]) for norm, region in beside)
+    return Installation(policy, installed, tuple(_mlps_to_tile(policy, mlps)), blocks, norms, head)
 
 
 def check_reach(model: nn.Module, regions: Iterable[Region]) -> None:
@@ -135,6 +156,23 @@ def _mlps_to_tile(policy: Policy, mlps: list[MLP]) -> Iterable[TiledMLP]:
         chosen = policy.for_region(mlp.region.name, mlp.name)
         if "mlp" in chosen.tile:
             yield TiledMLP(mlp, chosen)
+
+
+def _blocks_to_tile(model: nn.Module, policy: Policy, regions: list[Region]) -> list[TiledBlock]:
+    """Return the regions that run in tiles as a whole. Refuse `tile(attention)` where no region can."""
+    wanted = [TiledBlock(region, policy.for_region(region.name)) for region in regions]
+    wanted = [block for block in wanted if "attention" in block.policy.tile]
+    found = [block for block in wanted if calls_attention(block.region.module)]
+    strict = [block for block in wanted if not block.policy.tiles_what_it_can]
+    if strict and not found:
+        raise NoRegionError(
+            f"tile(attention): no region of {type(model).__name__} asks transformers for its attention function "
+            "(ALL_ATTENTION_FUNCTIONS), so its calls of attention cannot be seen. Leave tile(attention) out: "
+            "'tile(mlp, loss)' tiles the rest"
+        )
+    if others := [block.region.name for block in wanted if block not in found]:
+        logger.info("tile(attention): no call of attention to be seen in %s: left alone", ", ".join(others))
+    return found
 
 
 def _head_to_tile(model: nn.Module, policy: Policy) -> Head | None:

@@ -38,7 +38,7 @@ class Policy:
     tmpfs: bool = False
     """Whether `disk` may be a directory in memory."""
     tile: tuple[str, ...] = ()
-    """What runs in tiles: `"mlp"` (mixtures of experts too), `"loss"`, or both."""
+    """What runs in tiles: `"attention"` (whole blocks), `"mlp"` (mixtures of experts too), `"loss"`."""
     tile_tokens: int | None = None
     """Tokens of an MLP's tile. None: from bytes."""
     tile_shards: int | None = None
@@ -126,11 +126,12 @@ class Policy:
             raise InvalidValueError("a model has one loss: put tile(loss) before the rules")
         if self.tile_tokens is not None and self.tile_shards is not None:
             raise InvalidValueError("tokens and shards both say how an MLP is cut: give one of them")
-        for part, names in (("mlp", ("tile_tokens", "tile_shards")), ("loss", ("loss_tokens",))):
+        for parts, names in ((("mlp", "attention"), ("tile_tokens", "tile_shards")), (("loss",), ("loss_tokens",))):
             for name in names:
                 size = getattr(self, name)
-                if size is not None and (size < 1 or part not in self.tile):
-                    raise InvalidValueError(f"{name} must be 1 or more and needs tile({part}), got {size}")
+                if size is not None and (size < 1 or not set(parts) & set(self.tile)):
+                    needed = " or ".join(f"tile({part})" for part in parts)
+                    raise InvalidValueError(f"{name} must be 1 or more and needs {needed}, got {size}")
 
     @classmethod
     def parse(cls, policy: Policy | str | Mapping[str, Any]) -> Policy:
@@ -156,6 +157,11 @@ class Policy:
             if any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 chosen = policy
         return chosen
+
+    @property
+    def tiles_what_it_can(self) -> bool:
+        """Whether a block whose attention cannot be tiled may run its MLP in tiles instead, as plain `tile` says."""
+        return {"attention", "mlp"} <= set(self.tile)
 
     @property
     def is_none(self) -> bool:

@@ -37,13 +37,13 @@ WORDS: dict[str, Fields] = {
     "activation_checkpoint_cpu_offload": {"recompute": True, "offload": "host"},
     "unsloth": {"recompute": True, "offload": "host"},
     # tiling: ours, axolotl's, Arctic's, unsloth's
-    "tile": {"tile": ("mlp", "loss")},
+    "tile": {"tile": ("attention", "mlp", "loss")},
     "tiled_mlp": {"tile": ("mlp",)},
     "tiled_mlp_compute": {"tile": ("mlp",)},
     "unsloth_tiled_mlp": {"tile": ("mlp",)},
 }
 
-PARTS = ("mlp", "loss")
+PARTS = ("attention", "mlp", "loss")
 """What can be tiled."""
 
 PLACES = ("host", "disk")
@@ -114,7 +114,7 @@ def _read_words(text: str, whole: str) -> Fields:
 
 
 def _tile_settings(settings: list[str], whole: str) -> Fields:
-    """Read `tile(mlp, loss, tokens=8k, shards=8, loss_tokens=512)`: parts by name, sizes by value."""
+    """Read `tile(attention, mlp, loss, tokens=8k, shards=8, loss_tokens=512)`: parts by name, sizes by value."""
     fields: Fields = {}
     parts = [setting for setting in settings if "=" not in setting]
     if parts:

@@ -109,8 +109,12 @@ def are_far_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
         return not torch.equal(one, two)
     if not (torch.isfinite(one).all() and torch.isfinite(two).all()):
         return False
-    tolerance = _TOLERANCE.get(one.dtype, _LOW_PRECISION)
-    if one.dtype is torch.float32 and one.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        tolerance = _TOLERANCE[torch.float16]
     scale = torch.maximum(one.double().norm(), two.double().norm())
-    return bool((one.double() - two.double()).norm() > tolerance * scale)
+    return bool((one.double() - two.double()).norm() > tolerance_of(one) * scale)
+
+
+def tolerance_of(result: torch.Tensor) -> float:
+    """Return by how much two results of this type may differ through rounding, relative to their size."""
+    if result.dtype is torch.float32 and result.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return _TOLERANCE[torch.float16]
+    return _TOLERANCE.get(result.dtype, _LOW_PRECISION)

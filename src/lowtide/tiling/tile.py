@@ -37,6 +37,9 @@ T = TypeVar("T")
 TILE_BYTES = 1024**3
 """The intermediates of a tile, if no size is given."""
 
+BLOCK_TILE_BYTES = 512 * 1024**2
+"""The same for a whole block, of which a tile has the attention's intermediates as well."""
+
 _DEFAULT_EXPANSION = 8
 """A function that is not a module is assumed to make intermediates of eight times its input."""
 
@@ -104,22 +107,28 @@ def tile_call(
     return run_tiles(tiled, args, kwargs, TokenGrid(x.shape[:-1], tiles), ledger, accumulate)
 
 
-def tile_count(x: torch.Tensor, module: nn.Module | None, tokens: int | str | None, shards: int | None) -> int:
-    """Return the number of tiles for an input: as given, or from the tokens of a tile, or from `TILE_BYTES`."""
+def tile_count(
+    x: torch.Tensor,
+    module: nn.Module | None,
+    tokens: int | str | None,
+    shards: int | None,
+    nbytes: int | None = None,
+) -> int:
+    """Return the number of tiles for an input: as given, or from the tokens of a tile, or from its bytes."""
     count = x.shape[:-1].numel()
     if shards is not None:
         return max(1, min(shards, count))
-    size = tokens_per_tile(x, module) if tokens in (None, "auto") else parse_tokens(tokens)
+    size = tokens_per_tile(x, module, nbytes) if tokens in (None, "auto") else parse_tokens(tokens)
     if size < 1:
         raise InvalidValueError(f"a tile needs at least one token, got tokens={tokens!r}")
     return max(1, -(-count // size))
 
 
-def tokens_per_tile(x: torch.Tensor, module: nn.Module | None) -> int:
-    """Return how many tokens have intermediates of `TILE_BYTES`."""
+def tokens_per_tile(x: torch.Tensor, module: nn.Module | None, nbytes: int | None = None) -> int:
+    """Return how many tokens have intermediates of `TILE_BYTES`, or of this many bytes."""
     width = _width(module) if module is not None else 0
     width = width or _DEFAULT_EXPANSION * x.shape[-1]
-    return max(1, TILE_BYTES // (width * x.element_size()))
+    return max(1, (nbytes or TILE_BYTES) // (width * x.element_size()))
 
 
 def _width(module: nn.Module) -> int:

@@ -32,10 +32,17 @@ _SETTING = "_lowtide_reshards_after_backward"
 class TiledFunction:
     """A function and its module, if there is one: `module`, the function itself, or the object it is a method of."""
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], module: nn.Module | None = None, *, takes_index: bool = False
+    ) -> None:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         self.function = function
+        self._takes_index = takes_index
         self.module = owner if module is None and isinstance(owner, nn.Module) else module
+
+    def run_tile(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function for one tile; with the tile's number first, if it takes that."""
+        return self.function(index, *args, **kwargs) if self._takes_index else self.function(*args, **kwargs)
 
     def fsdp_modules(self) -> list[Any]:
         """Return the FSDP2 modules that gather their weights when the function is called.

@@ -69,7 +69,7 @@ def run_tiles(
             _count(ledger, grid)
             for index, tile in enumerate(_split(tensors, grid)):
                 args, kwargs = tree.unflatten(tile)
-                outputs.add(index, tiled.function(*args, **kwargs))
+                outputs.add(index, tiled.run_tile(index, args, kwargs))
             return outputs.assemble()
         tiles, inputs = _save_inputs(tensors, grid, fsdp_modules)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
@@ -97,7 +97,7 @@ def _run(
             without_parametrize_cache(),
             torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack),
         ):
-            outputs.add(index, call.tiled.function(*args, **kwargs))
+            outputs.add(index, call.tiled.run_tile(index, args, kwargs))
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
@@ -356,7 +356,7 @@ class _Tile:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(self._record, _identity),
         ):
-            call.tiled.function(*args, **kwargs)
+            call.tiled.run_tile(self._index, args, kwargs)
         if len(self._recomputed) != self._saved:
             raise LowtideError(
                 f"{call.ledger.name}: tile {self._index} saved {self._saved} tensors in forward and "

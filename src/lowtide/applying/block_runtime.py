@@ -1,0 +1,177 @@
+"""What the seam of a transformer block does under `tile(attention)`: run all of it in tiles, after a trial.
+
+A block that cannot run so is refused by name. With plain `tile`, which means every part that the model takes, it is
+left alone instead: its calls run whole, its MLP runs in tiles, and the report says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowtide.applying.caches import CACHE_KEYWORDS, is_cache
+from lowtide.compat import recorded_outputs
+from lowtide.errors import NotTokenWiseError
+from lowtide.tensor_tree import flatten
+from lowtide.tiling.block_arguments import CannotCutError, hidden_states
+from lowtide.tiling.block_trial import BlockTrial
+from lowtide.tiling.collectives import has_several_ranks, is_distributed, largest_in
+from lowtide.tiling.hooks import inner_hooks
+from lowtide.tiling.surroundings import refuse_transforms
+from lowtide.tiling.tile import BLOCK_TILE_BYTES, tile_count
+from lowtide.tiling.tiled_block import BlockSettings, run_block
+from lowtide.tiling.tiled_function import TiledFunction, max_over_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from lowtide.applying.tile_runtime import TileRuntime
+    from lowtide.counters import TileLedger
+    from lowtide.policy import Policy
+
+
+class BlockRuntime:
+    """Runs one block in tiles. With `probe=False`, it is taken for fit without a trial."""
+
+    def __init__(self, policy: Policy, ledger: TileLedger, inner: Sequence[TileRuntime], *, probe: bool) -> None:
+        self._policy = policy
+        self._ledger = ledger
+        self._inner = tuple(inner)
+        self._probe = probe
+        self._may_be_left_alone = policy.tiles_what_it_can
+        self._tried: dict[_Case, list[Any] | CannotCutError] = {}
+        """What it was tried out as, and the groups of the collectives in it, or why it cannot be cut."""
+
+    def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (in training or not)
+        """Return True: a long forward without gradients has intermediates, too."""
+        return True
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block in tiles of tokens if its call is long enough; plainly otherwise."""
+        named = _named_arguments(forward, args, kwargs)
+        hidden = None if named is None else hidden_states(named)
+        if named is None or hidden is None or is_distributed(hidden) or _reads_cache(module, named):
+            return self._run_whole(forward, args, kwargs, "its hidden states are not batch, tokens, features")
+        tiled = TiledFunction(functools.partial(_run_bare, self._inner, forward), module)
+        case = _Case.of(module, named)
+        tiles = self._tiles(hidden, tiled)
+        if tiles == 1 and not (tiled.has_partitioned_weights() or has_several_ranks()):
+            return self._run_whole(forward, args, kwargs)
+        if isinstance(self._tried.get(case), CannotCutError):
+            return self._run_whole(forward, args, kwargs)
+        refuse_transforms(self._ledger.name)
+        try:
+            if case not in self._tried:
+                self._tried[case] = self._try_out(tiled, named, hidden.shape[1])
+            return self._run(tiled, _without_caches(named), hidden, tiles, self._tried[case])
+        except CannotCutError as reason:
+            self._tried[case] = reason
+            if not self._may_be_left_alone:
+                raise self._refusal(module, reason) from reason
+            return self._run_whole(forward, args, kwargs, str(reason))
+
+    def _run_whole(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = ""
+    ) -> Any:
+        """Run a call whole, and note why if it is long enough to be cut."""
+        if reason and not self._ledger.left_alone:
+            self._ledger.left_alone = reason
+        self._ledger.calls += 1
+        self._ledger.tiles += 1
+        return forward(*args, **kwargs)
+
+    def _try_out(self, tiled: TiledFunction, named: Mapping[str, Any], length: int) -> list[Any]:
+        """Return the groups of the collectives in the block, or raise `CannotCutError` if it must not be cut."""
+        if "attentions" in recorded_outputs():
+            raise CannotCutError("output_attentions asks for its attention weights, which tiles would return in parts")
+        if not self._probe or length == 1:
+            return []
+        hooks = inner_hooks(tiled.module)
+        finding = BlockTrial(self._ledger.name, tiled, _without_caches(named), length).run(hooks)
+        if finding.fault is not None:
+            raise CannotCutError(finding.fault)
+        return finding.groups
+
+    def _run(
+        self, tiled: TiledFunction, named: dict[str, Any], hidden: torch.Tensor, tiles: int, groups: Any
+    ) -> Any:
+        largest = functools.partial(_largest, tiled, groups, hidden.device)
+        tiles = largest(tiles)
+        if tiles == 1:
+            self._ledger.calls += 1
+            self._ledger.tiles += 1
+            return tiled.function(**named)
+        settings = BlockSettings(tiles=tiles, agree=lambda holds: not largest(int(not holds)))
+        return run_block(tiled, named, settings, self._ledger)
+
+    def _tiles(self, hidden: torch.Tensor, tiled: TiledFunction) -> int:
+        policy = self._policy
+        count = tile_count(hidden, tiled.module, policy.tile_tokens, policy.tile_shards, BLOCK_TILE_BYTES)
+        return min(count, hidden.shape[1])
+
+    def _refusal(self, module: nn.Module, reason: CannotCutError) -> NotTokenWiseError:
+        name, kind = self._ledger.name, type(module).__name__
+        return NotTokenWiseError(
+            f"{name} ({kind}) cannot run in tiles with its attention: {reason}. Leave it out with a rule: "
+            f"'tile(attention); {name}: none', or write 'tile', which leaves such blocks alone"
+        )
+
+
+class _Case(NamedTuple):
+    """What a trial holds for: a mode, the hooks, and the arguments that are given."""
+
+    is_training: bool
+    hooks: frozenset[tuple[str, object]]
+    given: frozenset[str]
+
+    @staticmethod
+    def of(module: nn.Module, named: Mapping[str, Any]) -> _Case:
+        hooks = frozenset(hook.kind for hook in inner_hooks(module))
+        return _Case(module.training, hooks, frozenset(name for name, value in named.items() if flatten(value)[0]))
+
+
+def _largest(tiled: TiledFunction, groups: Sequence[Any], device: torch.device, number: int) -> int:
+    """Return the largest `number` of all ranks that meet in the block's collectives."""
+    if tiled.has_partitioned_weights():
+        number = max_over_ranks(number, tiled, device)
+    return largest_in(groups, number, device) if groups else number
+
+
+def _run_bare(inner: Sequence[TileRuntime], forward: Callable[..., Any], **named: Any) -> Any:
+    """Run a block's forward without the tiles of the modules in it."""
+    for runtime in inner:
+        runtime.suspended += 1
+    try:
+        return forward(**named)
+    finally:
+        for runtime in inner:
+            runtime.suspended -= 1
+
+
+def _named_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return a call's arguments by name; None if they have none."""
+    parameters = inspect.signature(forward).parameters
+    positional = [name for name, parameter in parameters.items() if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        return None
+    named = dict(zip(positional, args, strict=False)) | kwargs
+    return {name: named.pop(name) for name in positional if name in named} | named
+
+
+def _reads_cache(module: nn.Module, named: Mapping[str, Any]) -> bool:
+    return not module.training and any(_holds_cache(name, value) for name, value in named.items())
+
+
+def _without_caches(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with caches replaced by None: each tile would write to them."""
+    return {name: None if _holds_cache(name, value) else value for name, value in named.items()}
+
+
+def _holds_cache(name: str, value: Any) -> bool:
+    return value is not None and (name in CACHE_KEYWORDS or is_cache(value))

@@ -1,0 +1,171 @@
+"""Calls fused attention kernels with the log-sum-exp of each row, so that a tile's queries can see part of the keys.
+
+A tile of queries attends to the keys before it and to its own. Where a kernel aligns causal masks to the lower right,
+that is one call; elsewhere it is two, all keys before the tile and a causal square, whose outputs are joined by their
+row sums. In backward each of the two gets the joint output and row sums, and returns its share of the gradients.
+
+With grouped queries, kernels make gradients of keys and values for every query head. So the backward runs one group
+after the other, and what it takes beside the gradients is one group's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+aten = torch.ops.aten
+
+ALL = slice(None)
+
+_LOWER_RIGHT = ("cuda", "meta")
+"""Where flash attention aligns causal masks to the lower right, as `torch.nn.attention.bias` relies on."""
+
+_OVERRIDEABLE = ("xpu", "sim")
+"""Devices that implement torch's overrideable fused attention."""
+
+_WIDEST_HEAD = 256
+_HEAD_MULTIPLE = 8
+
+
+def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a fused kernel that gives row sums takes these tensors."""
+    if query.shape[-1] != value.shape[-1] or query.shape[1] % key.shape[1]:
+        return False
+    kind = query.device.type
+    if kind not in ("cpu", *_LOWER_RIGHT, *_OVERRIDEABLE):
+        return False
+    if kind in _LOWER_RIGHT:
+        width = query.shape[-1]
+        is_taken = query.dtype in (torch.float16, torch.bfloat16) and width <= _WIDEST_HEAD
+        return is_taken and width % _HEAD_MULTIPLE == 0 and (kind == "meta" or _takes_flash(query, key, value))
+    return True
+
+
+def _takes_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether this GPU and the user's settings (`sdpa_kernel`) allow flash attention."""
+    is_grouped = query.shape[1] != key.shape[1]
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
+    return bool(torch.backends.cuda.can_use_flash_attention(parameters))
+
+
+def as_autocast_would(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast tensors as autocast does for `scaled_dot_product_attention`. It does not know the kernels beneath it."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+class Rows(NamedTuple):
+    """The queries of one tile, and how they attend."""
+
+    start: int
+    end: int
+    is_causal: bool
+    scale: float | None
+
+    def pieces(self, key: torch.Tensor) -> list[tuple[slice, bool]]:
+        """Return the runs of keys that the rows attend to, and whether each is causal."""
+        if not self.is_causal:
+            return [(ALL, False)]
+        if key.device.type in _LOWER_RIGHT:
+            return [(slice(0, self.end), True)]
+        return [*([(slice(0, self.start), False)] if self.start else []), (slice(self.start, self.end), True)]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of a tile's queries to all keys that they may see, and the log-sum-exp of each row."""
+    parts = [_forward(query, key[:, :, keys], value[:, :, keys], causal, rows.scale) for keys, causal in rows.pieces(key)]
+    out, row_sums = parts[0]
+    for other, other_sums in parts[1:]:
+        joint = torch.logaddexp(row_sums, other_sums)
+        shares = [(sums - joint).exp().unsqueeze(-1) for sums in (row_sums, other_sums)]
+        out, row_sums = (out * shares[0] + other * shares[1]).to(query.dtype), joint
+    return out, row_sums
+
+
+def attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    row_sums: torch.Tensor,
+    rows: Rows,
+) -> Iterator[tuple[slice, slice, slice, tuple[torch.Tensor, ...]]]:
+    """Yield gradients piece by piece: the query heads, the heads and the rows of keys they are for, and (dq, dk, dv)."""
+    for heads, group in _groups(query, key):
+        for keys, causal in rows.pieces(key):
+            given = (gradient[:, heads], query[:, heads], key[:, group, keys], value[:, group, keys])
+            yield heads, group, keys, _backward(*given, out[:, heads], row_sums[:, heads], causal, rows.scale)
+
+
+def _groups(query: torch.Tensor, key: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Return the query heads and the key heads that belong together; all at once if there is one for each."""
+    width = query.shape[1] // key.shape[1]
+    if width == 1:
+        return [(ALL, ALL)]
+    return [(slice(g * width, (g + 1) * width), slice(g, g + 1)) for g in range(key.shape[1])]
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if query.device.type == "cpu":
+        run = aten._scaled_dot_product_flash_attention_for_cpu
+        made = [
+            run(query[:, heads], *_widened(query[:, heads], key[:, group], value[:, group]), 0.0, causal, scale=scale)
+            for heads, group in _groups(query, key)
+        ]
+        out, row_sums = (torch.cat(column, 1) for column in zip(*made, strict=True)) if len(made) > 1 else made[0]
+        return out, row_sums
+    if query.device.type in _OVERRIDEABLE:
+        run = aten._scaled_dot_product_fused_attention_overrideable
+        out, row_sums, *_ = run(query, key, value, None, 0.0, causal, scale=scale)
+        return out, row_sums
+    out, row_sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return out, row_sums
+
+
+def _backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    row_sums: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    if query.device.type == "cpu":
+        run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        wide = _widened(query, key, value)
+        dq, dk, dv = run(gradient, query, *wide, out, row_sums, 0.0, causal, scale=scale)
+        if key.shape[1] < query.shape[1]:
+            dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
+        return dq, dk, dv
+    lengths: tuple[Any, ...] = (None, None, query.shape[2], key.shape[2], 0.0, causal)
+    if query.device.type in _OVERRIDEABLE:
+        run = aten._scaled_dot_product_fused_attention_overrideable_backward
+        needs, seeds = [True, True, True, False], _no_seeds(query)
+        found = run(gradient, query, key, value, None, needs, out, row_sums, *lengths, *seeds, scale=scale)
+        return tuple(found[:3])
+    run = aten._scaled_dot_product_flash_attention_backward
+    return tuple(run(gradient, query, key, value, out, row_sums, *lengths, *_no_seeds(query), scale=scale))
+
+
+def _no_seeds(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a seed and an offset, which a kernel without dropout does not read."""
+    return query.new_empty((), dtype=torch.long), query.new_empty((), dtype=torch.long)
+
+
+def _widened(query: torch.Tensor, *keys: torch.Tensor) -> list[torch.Tensor]:
+    """Return keys and values with a head for each of the query's: all have one each, or share one."""
+    return [tensor.expand(-1, query.shape[1], -1, -1) for tensor in keys]

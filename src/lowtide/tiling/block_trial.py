@@ -1,0 +1,149 @@
+"""Tries out on a few tokens whether a block may run in tiles: before its first call that is cut.
+
+First with a token-wise function in the place of attention: then the block must be token-wise like any tiled module
+(`probe`), in all that it computes and leaves behind. Then with its attention: the block must return in tiles what it
+returns for the whole. What a block adds to its input is compared, for beside the input it may be small.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide._torch import no_dispatch_modes, without_parametrize_cache
+from lowtide.counters import TileLedger
+from lowtide.tensor_tree import flatten
+from lowtide.tiling.attention_call import seen_by
+from lowtide.tiling.block_arguments import BlockArguments, CannotCutError, sample
+from lowtide.tiling.probe import Trial
+from lowtide.tiling.remains import tolerance_of
+from lowtide.tiling.tiled_block import BlockSettings, recorded, run_block
+from lowtide.tiling.tiled_function import TiledFunction, gathered
+from lowtide.tiling.twin import twin_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lowtide.tiling.hooks import Hook
+    from lowtide.tiling.probe import Finding
+
+_TOKENS, _TILES = 13, 3
+
+_AUTOCAST_TOLERANCE = 2e-2
+
+
+class BlockTrial:
+    """A trial of one block on the first tokens of a call, which are taken when it is made."""
+
+    def __init__(self, name: str, tiled: TiledFunction, named: Mapping[str, Any], length: int) -> None:
+        self._name = name
+        self._tiled = tiled
+        self._count = min(length, _TOKENS)
+        self._named = sample(named, length, self._count)
+
+    def run(self, hooks: list[Hook]) -> Finding:
+        """Run the block with these hooks of its parts. Raises `CannotCutError` if its call cannot be cut at all."""
+        _refuse_convolutions(self._tiled.module)
+        arguments = BlockArguments(self._named, self._count)
+        function = functools.partial(_rows, self._tiled.function, arguments)
+        tensors = tuple(arguments.take())
+        tiled = TiledFunction(function, self._tiled.module)
+        with recorded():
+            finding = Trial(self._name, tiled, tensors, {}, torch.Size((self._count,))).run(hooks)
+            if finding.fault is None and not self._is_same(hooks):
+                finding = finding._replace(fault="its output in tiles is not what it is for the whole")
+        return finding
+
+    def _is_same(self, hooks: list[Hook]) -> bool:
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            no_dispatch_modes(),
+            without_parametrize_cache(),
+            gathered(self._tiled),
+        ):
+            whole, tiled = (twin_of(self._tiled, hooks) for _ in range(2))
+            for twin in (whole, tiled):
+                twin.module.eval()  # type: ignore[union-attr]
+            plain, _ = flatten(whole.function(**_copied(self._named)))
+            settings = BlockSettings(tiles=min(_TILES, self._count))
+            cut, _ = flatten(run_block(tiled, _copied(self._named), settings, TileLedger(self._name)))
+        hidden = next(iter(self._named.values()))
+        pairs = zip(plain, cut, strict=False)
+        return len(plain) == len(cut) and all(_is_close(one, two, hidden) for one, two in pairs)
+
+
+def _copied(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments in new containers and tensors: a block may leave something in them."""
+    tensors, tree = flatten(dict(named))
+    copies: dict[str, Any] = tree.unflatten([tensor.clone() for tensor in tensors])
+    return copies
+
+
+def _is_close(plain: torch.Tensor, cut: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Return whether two outputs agree, as far as the type of the numbers can tell; NaN agrees with NaN."""
+    if plain.shape != cut.shape or plain.dtype != cut.dtype or not torch.equal(plain.isnan(), cut.isnan()):
+        return False
+    is_autocast = torch.is_autocast_enabled(plain.device.type)
+    tolerance = _AUTOCAST_TOLERANCE if is_autocast else tolerance_of(plain) / 10
+    rounding = torch.finfo(plain.dtype).eps * _norm(plain)
+    added = plain - hidden if plain.shape == hidden.shape else plain
+    return _norm(plain - cut) <= tolerance * _norm(added) + rounding
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(tensor.double().nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+def _rows(forward: Callable[..., Any], arguments: BlockArguments, *rows: torch.Tensor) -> Any:
+    """Run the block on some tokens with a token-wise attention. Return what it adds to its input, tokens first."""
+    given = arguments.filled(rows)
+    hidden = next(iter(given.values()))
+    with seen_by(_TokenWiseAttention()):
+        outputs, tree = flatten(forward(**given))
+    is_exact = hidden.dtype in (torch.float32, torch.float64)  # else the difference would be noise
+    added = [out - hidden if is_exact and out.shape == hidden.shape else out for out in outputs]
+    for tensor in added:
+        if tensor.shape[:2] != hidden.shape[:2]:
+            raise CannotCutError(f"it returns a tensor of shape {tuple(tensor.shape)}, which has no row per token")
+    return tree.unflatten([tensor.movedim(1, 0) for tensor in added])
+
+
+class _TokenWiseAttention:
+    """Stands in for attention: each token looks at itself alone, with a weight that its query and key tell."""
+
+    def __init__(self) -> None:
+        self._module: nn.Module | None = None
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        if self._module not in (None, module):
+            return function(module, query, key, value, *more, **options)
+        if self._module is module:
+            raise CannotCutError("it computes attention more than once")
+        self._module = module
+        if query.shape[2] != key.shape[2]:
+            raise CannotCutError(f"its attention has {key.shape[2]} keys for {query.shape[2]} tokens")
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+        weight = (query * key).mean(-1, keepdim=True).sigmoid()
+        return (weight * value).transpose(1, 2).contiguous(), None
+
+
+def _refuse_convolutions(module: nn.Module | None) -> None:
+    """Refuse a block that mixes neighbouring tokens by a convolution: its effect may be too small for a trial."""
+    for path, part in [] if module is None else module.named_modules():
+        kernel = getattr(part, "kernel_size", 1)
+        if max(kernel if isinstance(kernel, tuple) else (kernel,)) != 1:
+            raise CannotCutError(f"its part {path!r} is a convolution over neighbouring tokens")
