@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from torch import nn
 
@@ -69,6 +69,13 @@ def applied_to(model: nn.Module) -> list[Applied]:
     """Return the handles that act on the model or on parts of it."""
     seams = (seam for module in model.modules() for seam in seams_of(module))
     return list(dict.fromkeys(seam.handle for seam in seams if isinstance(seam.handle, Applied)))
+
+
+class _InRegion(NamedTuple):
+    """What belongs to a region: what it keeps, and the counts of the tiled modules in it."""
+
+    keeping: Keeping | None
+    tiles: list[TileLedger]
 
 
 class Applied:
@@ -149,10 +156,10 @@ class Applied:
     def _install(self, model: nn.Module, installation: Installation) -> None:
         if installation.keeps_less:
             self._switch_off_own_checkpointing(model)
-        # MLPs come before regions: a region may be an MLP itself, and recomputes tiles then.
-        tiles_by_region = self._install_tiles(installation)
+        # Tiles come before regions: a region recomputes the tiles that are in it, or that it consists of.
+        by_region = self._install_tiles(installation)
         self._install_loss(installation)
-        self._install_regions(model, installation, tiles_by_region)
+        self._install_regions(model, installation, by_region)
 
     def _switch_off_own_checkpointing(self, model: nn.Module) -> None:
         """Switch off transformers' flag: else regions would be recomputed twice, and those left alone once."""
@@ -161,41 +168,43 @@ class Applied:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._own_checkpointing.append(weakref.ref(module))
 
-    def _install_tiles(self, installation: Installation) -> dict[str, list[TileLedger]]:
-        """Tile MLPs, blocks and norms, and return their counts by the region that they are in."""
-        by_region: dict[str, list[TileLedger]] = collections.defaultdict(list)
+    def _install_tiles(self, installation: Installation) -> dict[str, _InRegion]:
+        """Tile MLPs, blocks and norms, and return what belongs to each region."""
+        by_region: dict[str, _InRegion] = {
+            region.name: _InRegion(Keeping(KeptOperators(policy.keep)) if policy.keep else None, [])
+            for region, policy in installation.regions
+        }
         runtimes: dict[str, list[TileRuntime]] = collections.defaultdict(list)
         for mlp, policy in installation.mlps:
-            ledger = TileLedger(mlp.name)
-            by_region[mlp.region.name].append(ledger)
-            self._tiles.append(ledger)
-            runtime = TileRuntime(policy, ledger, probe=self._probe)
-            runtimes[mlp.region.name].append(runtime)
-            self._install_seam(mlp.module, runtime)
+            ledger = self._new_tiles(mlp.name)
+            by_region[mlp.region.name].tiles.append(ledger)
+            runtimes[mlp.region.name].append(TileRuntime(policy, ledger, probe=self._probe))
+            self._install_seam(mlp.module, runtimes[mlp.region.name][-1])
         for region, policy in installation.blocks:
-            ledger = TileLedger(region.name)
-            by_region[region.name].append(ledger)
-            self._tiles.append(ledger)
-            inner = runtimes.get(region.name, ())
-            self._install_seam(region.module, BlockRuntime(policy, ledger, inner, probe=self._probe))
+            ledger = self._new_tiles(region.name)
+            keeping, tiles = by_region[region.name]
+            tiles.append(ledger)
+            runtime = BlockRuntime(policy, ledger, runtimes[region.name], keeping, probe=self._probe)
+            self._install_seam(region.module, runtime)
         for norm, policy in installation.norms:
-            ledger = TileLedger(norm.name)
-            self._tiles.append(ledger)
-            self._install_seam(norm.module, TileRuntime(policy, ledger, probe=self._probe))
+            self._install_seam(norm.module, TileRuntime(policy, self._new_tiles(norm.name), probe=self._probe))
         return by_region
+
+    def _new_tiles(self, name: str) -> TileLedger:
+        self._tiles.append(TileLedger(name))
+        return self._tiles[-1]
 
     def _install_loss(self, installation: Installation) -> None:
         head = installation.head
         if head is None:
             return
-        ledger = self._guard.loss = TileLedger(head.name)
-        self._tiles.append(ledger)
+        ledger = self._guard.loss = self._new_tiles(head.name)
         model_runtime = ModelRuntime()
         self._install_seam(head.model, model_runtime)
         self._install_seam(head.module, HeadRuntime(model_runtime, ledger, self.policy.loss_tokens))
 
     def _install_regions(
-        self, model: nn.Module, installation: Installation, tiles_by_region: dict[str, list[TileLedger]]
+        self, model: nn.Module, installation: Installation, by_region: dict[str, _InRegion]
     ) -> None:
         schedule = Schedule(self.store or HostStore())
         memory = ModelMemory(model)
@@ -205,8 +214,8 @@ class Applied:
             self._ledgers.append((ledger, policy))
             if policy.is_none:
                 continue
-            keeping = Keeping(KeptOperators(policy.keep)) if policy.keep else None
-            watched = WatchedRegion(policy, ledger, tuple(tiles_by_region.get(region.name, ())), keeping)
+            keeping, tiles = by_region[region.name]
+            watched = WatchedRegion(policy, ledger, tuple(tiles), keeping)
             self._guard.regions.append(watched)
             runtime = RegionRuntime(watched, schedule if policy.offload else None, offloader, self._guard, memory)
             self._install_seam(region.module, runtime)

@@ -10,10 +10,13 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lowtide._torch import graph_task_id
 from lowtide.applying.caches import CACHE_KEYWORDS, is_cache
+from lowtide.checkpointing.kept_outputs import COMPUTE
 from lowtide.compat import recorded_outputs
 from lowtide.errors import NotTokenWiseError
 from lowtide.tensor_tree import flatten
+from lowtide.tiling.attention_kernels import kernel_of
 from lowtide.tiling.block_arguments import CannotCutError, hidden_states
 from lowtide.tiling.block_trial import BlockTrial
 from lowtide.tiling.collectives import has_several_ranks, is_distributed, largest_in
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.applying.tile_runtime import TileRuntime
+    from lowtide.checkpointing.keeping import Keeping
+    from lowtide.checkpointing.kept_outputs import KeptOutputs
     from lowtide.counters import TileLedger
     from lowtide.policy import Policy
 
@@ -37,10 +42,19 @@ if TYPE_CHECKING:
 class BlockRuntime:
     """Runs one block in tiles. With `probe=False`, it is taken for fit without a trial."""
 
-    def __init__(self, policy: Policy, ledger: TileLedger, inner: Sequence[TileRuntime], *, probe: bool) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        ledger: TileLedger,
+        inner: Sequence[TileRuntime],
+        keeping: Keeping | None,
+        *,
+        probe: bool,
+    ) -> None:
         self._policy = policy
         self._ledger = ledger
         self._inner = tuple(inner)
+        self._keeping = keeping
         self._probe = probe
         self._may_be_left_alone = policy.tiles_what_it_can
         self._tried: dict[_Case, list[Any] | CannotCutError] = {}
@@ -105,8 +119,13 @@ class BlockRuntime:
             self._ledger.calls += 1
             self._ledger.tiles += 1
             return tiled.function(**named)
-        settings = BlockSettings(tiles=tiles, agree=lambda holds: not largest(int(not holds)))
+        settings = BlockSettings(tiles=tiles, agree=lambda holds: not largest(int(not holds)), keep=self._keep())
         return run_block(tiled, named, settings, self._ledger)
+
+    def _keep(self) -> Callable[[int], Any] | None:
+        """Return how the region's call that runs keeps the attention of a tile; None if it does not."""
+        call = None if self._keeping is None else self._keeping.running
+        return None if call is None else functools.partial(_keep_tile, call.of_tiles)
 
     def _tiles(self, hidden: torch.Tensor, tiled: TiledFunction) -> int:
         policy = self._policy
@@ -139,6 +158,23 @@ def _largest(tiled: TiledFunction, groups: Sequence[Any], device: torch.device, 
     if tiled.has_partitioned_weights():
         number = max_over_ranks(number, tiled, device)
     return largest_in(groups, number, device) if groups else number
+
+
+def _keep_tile(outputs: KeptOutputs, index: int) -> Callable[..., Any]:
+    """Return a function that keeps the attention of one tile in forward, and recalls it in backward."""
+
+    def keep(compute: Callable[[], Any], query: torch.Tensor) -> Any:
+        operator = kernel_of(query)
+        if operator not in outputs.operators:
+            return compute()
+        if graph_task_id() < 0:
+            found = compute()
+            outputs.keep(index, operator, found, ())
+            return found
+        found = outputs.recall(index, operator, 0)
+        return compute() if found is COMPUTE else found
+
+    return keep
 
 
 def _run_bare(inner: Sequence[TileRuntime], forward: Callable[..., Any], **named: Any) -> Any:

@@ -255,7 +255,7 @@ def run_region(
     else:
         settings = settings._replace(context_fn=entered_after(call.on_packed, settings.context_fn))
     if replay.kept is not None:
-        replay.kept.outputs.call = call
+        replay.kept.offload_with(call)
     try:
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result: T = non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from lowtide.checkpointing.kept_calls import Places
     from lowtide.checkpointing.kept_operators import KeptOperators
+    from lowtide.checkpointing.schedule import RegionCall
     from lowtide.counters import RegionLedger
 
 
@@ -36,6 +37,8 @@ class Keeping:
         """Operators whose outputs the region changes in place."""
         self.places: Places | None = None
         """Where to look; None if the next call shall show it."""
+        self.running: KeptCall | None = None
+        """The call whose forward runs right now."""
 
     def begin(self, module: nn.Module | None, ledger: RegionLedger) -> KeptCall:
         """Begin a call of the region, whose module is `module` if it is one's forward."""
@@ -61,12 +64,26 @@ class KeptCall:
 
     def __init__(self, region: Keeping, module: nn.Module | None, ledger: RegionLedger) -> None:
         self.outputs = KeptOutputs(region.operators, ledger)
+        self.of_tiles = KeptOutputs(region.operators, ledger)
+        """What the tiles of a block keep, by their numbers. Modes do not look into tiles."""
         self._region = region
         self._places = region.places
         self._module = None if module is None else weakref.ref(module)
 
+    def offload_with(self, call: RegionCall) -> None:
+        """Let what is kept leave the device with the region's inputs."""
+        self.outputs.call = self.of_tiles.call = call
+
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward, and keep the outputs of dear operators."""
+        before, self._region.running = self._region.running, self
+        try:
+            return self._run(function, args, kwargs)
+        finally:
+            self._region.running = before
+            self._region.changed |= self.of_tiles.drop_changed()
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if uncompiled(function) is not function:  # all of it is the compiler's business
             return function(*args, **kwargs)
         if self._places is None:

@@ -52,6 +52,15 @@ def _takes_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     return bool(torch.backends.cuda.can_use_flash_attention(parameters))
 
 
+def kernel_of(query: torch.Tensor) -> Any:
+    """Return the operator that computes attention on the query's device."""
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu.default
+    if query.device.type in _OVERRIDEABLE:
+        return aten._scaled_dot_product_fused_attention_overrideable.default
+    return aten._scaled_dot_product_flash_attention.default
+
+
 def as_autocast_would(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast tensors as autocast does for `scaled_dot_product_attention`. It does not know the kernels beneath it."""
     kind = tensors[0].device.type

@@ -12,6 +12,7 @@ are the gradient of its own keys and values. Otherwise K and V have a graph of t
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
     from lowtide.tiling.attention_kernels import Rows
 
-    Kept = tuple[Callable[..., None], Callable[..., tuple[torch.Tensor, torch.Tensor]]]
+    Compute = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    Keep = Callable[[Compute, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """Returns what a kernel returned in forward; given what computes it, and the query."""
 
 ALL = slice(None)
 
@@ -105,7 +108,7 @@ class _SomeKeys(torch.autograd.Function):
 def fused_attention(
     grads: KeyValueGrads,
     rows: Rows,
-    kept: Kept | None,
+    keep: Keep | None,
     after: torch.Tensor | None,
     query: torch.Tensor,
     own: tuple[torch.Tensor, torch.Tensor] | None,
@@ -118,7 +121,7 @@ def fused_attention(
     `after` is the token of the tile before: in backward, that one's turn comes after this one's.
     """
     given = (None, None) if own is None else own
-    return _FusedAttention.apply(grads, rows, kept, after, query, *given, key, value)  # type: ignore[no-untyped-call, no-any-return]
+    return _FusedAttention.apply(grads, rows, keep, after, query, *given, key, value)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -127,7 +130,7 @@ class _FusedAttention(torch.autograd.Function):
         ctx: Any,
         grads: KeyValueGrads,
         rows: Rows,
-        kept: Kept | None,
+        keep: Keep | None,
         _after: torch.Tensor | None,
         query: torch.Tensor,
         own_key: torch.Tensor | None,
@@ -135,7 +138,8 @@ class _FusedAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> Any:
-        out, row_sums = attend(query, key, value, rows) if kept is None else kept(query, key, value)
+        compute = functools.partial(attend, query, key, value, rows)
+        out, row_sums = compute() if keep is None else keep(compute, query)
         ctx.save_for_backward(query, key, value, out, row_sums)
         ctx.set_materialize_grads(False)
         ctx.grads, ctx.rows, ctx.is_in_order = grads, rows, own_key is not None

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lowtide.tiling.key_values import Keep
     from lowtide.tiling.weight_grads import Accumulate
 
 _SDPA = "transformers.integrations.sdpa_attention"
@@ -139,8 +140,8 @@ class BlockSettings:
     accumulate: Accumulate = "auto"
     agree: Callable[[bool], bool] = bool
     """Tells whether this holds on all ranks that run the same collectives."""
-    keep: Callable[[int, Any], Any] | None = None
-    """Returns a stand-in for the kernel of one tile, which keeps what it computes from forward to backward."""
+    keep: Callable[[int], Keep] | None = None
+    """Keeps what the attention of a tile computes from forward to backward."""
 
 
 def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSettings, ledger: TileLedger) -> Any:
@@ -258,9 +259,9 @@ class _Block:
     def _seeded(self, index: int, rows: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._seeds is None else seeded_like(self._seeds[index], *rows)
 
-    def kernel(self, index: int, rows: Rows) -> Any:
-        """Return what computes the attention of a tile, if what it computes is kept."""
-        return None if self._settings.keep is None else self._settings.keep(index, rows)
+    def keep(self, index: int) -> Keep | None:
+        """Return what keeps the attention of a tile, if it is kept."""
+        return None if self._settings.keep is None else self._settings.keep(index)
 
 
 def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
@@ -318,8 +319,7 @@ class _TileAttention:
                 all_rows.data[:, :, rows.start : rows.end].copy_(own_rows.detach())
         own = (call.key, call.value) if block.in_order else None
         after = block.token if is_forward else None
-        kernel = block.kernel(self._index, rows)
-        out, token = fused_attention(block.grads, rows, kernel, after, call.query, own, *whole)
+        out, token = fused_attention(block.grads, rows, block.keep(self._index), after, call.query, own, *whole)
         block.token = token if is_forward and self._index < len(block.grid.sizes) - 1 else None
         return out.transpose(1, 2).contiguous(), None
 
