@@ -101,8 +101,9 @@ def validate(model: nn.Module, policy: Policy, select: Sequence[Selector] | None
     installed = tuple(InstalledRegion(region, _effective_policy(policy, region)) for region in regions)
     _check_device(model, policy, installed)
     head = _head_to_tile(model, policy)
-    _check_mlps(model, policy, regions, mlps)
     blocks = tuple(_blocks_to_tile(model, policy, regions))
+    whole = {block.region.name for block in blocks}
+    _check_mlps(model, policy, [region for region in regions if region.name not in whole], mlps)
     policies = {block.region.name: block.policy for block in blocks}
     beside = find_norms(model, [block.region for block in blocks])
     norms = tuple(TiledNorm(norm, policies[region.name]) for norm, region in beside)

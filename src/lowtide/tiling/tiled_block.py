@@ -348,6 +348,8 @@ def _visible_keys(call: AttentionCall, start: int, end: int, length: int) -> sli
     if call.mask.is_meta:
         return slice(max(0, start - window), min(length, end + window))
     is_seen = call.mask if call.mask.dtype is torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
+    if not is_seen.any(-1).all():  # a row of padding sees nothing, which softmax takes for everything
+        return slice(0, length)
     seen = is_seen.flatten(0, -2).any(0).nonzero()
-    return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, length)
+    return slice(int(seen[0]), int(seen[-1]) + 1)
 
