@@ -102,8 +102,7 @@ def validate(model: nn.Module, policy: Policy, select: Sequence[Selector] | None
     _check_device(model, policy, installed)
     head = _head_to_tile(model, policy)
     blocks = tuple(_blocks_to_tile(model, policy, regions))
-    whole = {block.region.name for block in blocks}
-    _check_mlps(model, policy, [region for region in regions if region.name not in whole], mlps)
+    _check_mlps(model, policy, regions, mlps, blocks)
     policies = {block.region.name: block.policy for block in blocks}
     beside = find_norms(model, [block.region for block in blocks])
     norms = tuple(TiledNorm(norm, policies[region.name]) for norm, region in beside)
@@ -216,10 +215,12 @@ def _check_device(model: nn.Module, policy: Policy, regions: Sequence[InstalledR
         )
 
 
-def _check_mlps(model: nn.Module, policy: Policy, regions: list[Region], mlps: list[MLP]) -> None:
-    """Refuse `tile(mlp)` where no region has an MLP to tile."""
+def _check_mlps(
+    model: nn.Module, policy: Policy, regions: list[Region], mlps: list[MLP], blocks: tuple[TiledBlock, ...]
+) -> None:
+    """Refuse `tile(mlp)` where no region has an MLP to tile, or is tiled as a whole."""
     to_tile = {region.name for region in regions if "mlp" in policy.for_region(region.name).tile}
-    with_mlp = {mlp.region.name for mlp in mlps}
+    with_mlp = {mlp.region.name for mlp in mlps} | {block.region.name for block in blocks}
     if to_tile and not to_tile & with_mlp:
         raise NoRegionError(
             f"tile(mlp): no region of {type(model).__name__} holds an MLP or a mixture of experts as a separate "
