@@ -323,7 +323,7 @@ def _as_linear(module: nn.Module) -> _Linear | None:
     return None
 
 
-# --- Blocks with attention, and the norms behind them ------------------------------------------------------------------
+# --- Blocks with attention, and the norms behind them ----------------------------------------------------------------
 
 
 def calls_attention(module: nn.Module) -> bool:

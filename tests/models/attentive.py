@@ -6,6 +6,8 @@ so that tiles can be held against the whole to the last digits.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -103,6 +105,9 @@ WITHOUT_PADDING = ("whisper", "qwen3_vl")
 @pytest.fixture
 def everything_in_double(monkeypatch):
     """Let what models compute in float32 be computed in double precision."""
+    importlib.import_module("lowtide.applying")  # it and the models' modules must know float32 as it is
+    for kind, _ in CONFIGS.values():
+        getattr(transformers, kind)
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

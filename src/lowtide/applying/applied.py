@@ -184,7 +184,7 @@ class Applied:
             ledger = self._new_tiles(region.name)
             keeping, tiles = by_region[region.name]
             tiles.append(ledger)
-            runtime = BlockRuntime(policy, ledger, runtimes[region.name], keeping, probe=self._probe)
+            runtime = BlockRuntime(policy, ledger, runtimes[region.name], keeping, self._guard, probe=self._probe)
             self._install_seam(region.module, runtime)
         for norm, policy in installation.norms:
             self._install_seam(norm.module, TileRuntime(policy, self._new_tiles(norm.name), probe=self._probe))
@@ -203,9 +203,7 @@ class Applied:
         self._install_seam(head.model, model_runtime)
         self._install_seam(head.module, HeadRuntime(model_runtime, ledger, self.policy.loss_tokens))
 
-    def _install_regions(
-        self, model: nn.Module, installation: Installation, by_region: dict[str, _InRegion]
-    ) -> None:
+    def _install_regions(self, model: nn.Module, installation: Installation, by_region: dict[str, _InRegion]) -> None:
         schedule = Schedule(self.store or HostStore())
         memory = ModelMemory(model)
         offloader = PerTensorOffloader(schedule, memory.holds)

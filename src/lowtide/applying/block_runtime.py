@@ -6,12 +6,13 @@ left alone instead: its calls run whole, its MLP runs in tiles, and the report s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide._torch import graph_task_id
-from lowtide.applying.caches import CACHE_KEYWORDS, is_cache
+from lowtide.applying.caches import CacheDropper, holds_cache
 from lowtide.checkpointing.kept_outputs import COMPUTE
 from lowtide.compat import recorded_outputs
 from lowtide.errors import NotTokenWiseError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lowtide.applying.guard import Guard
     from lowtide.applying.tile_runtime import TileRuntime
     from lowtide.checkpointing.keeping import Keeping
     from lowtide.checkpointing.kept_outputs import KeptOutputs
@@ -48,6 +50,7 @@ class BlockRuntime:
         ledger: TileLedger,
         inner: Sequence[TileRuntime],
         keeping: Keeping | None,
+        guard: Guard,
         *,
         probe: bool,
     ) -> None:
@@ -55,6 +58,7 @@ class BlockRuntime:
         self._ledger = ledger
         self._inner = tuple(inner)
         self._keeping = keeping
+        self._caches = CacheDropper(ledger.name, guard)
         self._probe = probe
         self._may_be_left_alone = policy.tiles_what_it_can
         self._tried: dict[_Case, list[Any] | CannotCutError] = {}
@@ -78,10 +82,12 @@ class BlockRuntime:
         if isinstance(self._tried.get(case), CannotCutError):
             return self._run_whole(forward, args, kwargs)
         refuse_transforms(self._ledger.name)
+        _, named = self._caches.dropped(module, (), named)
         try:
-            if case not in self._tried:
-                self._tried[case] = self._try_out(tiled, named, hidden.shape[1])
-            return self._run(tiled, _without_caches(named), hidden, tiles, self._tried[case])
+            with self._unseen():
+                if case not in self._tried:
+                    self._tried[case] = self._try_out(tiled, named, hidden.shape[1])
+                return self._run(tiled, named, hidden, tiles, self._tried[case])
         except CannotCutError as reason:
             self._tried[case] = reason
             if not self._may_be_left_alone:
@@ -105,14 +111,12 @@ class BlockRuntime:
         if not self._probe or length == 1:
             return []
         hooks = inner_hooks(tiled.module)
-        finding = BlockTrial(self._ledger.name, tiled, _without_caches(named), length).run(hooks)
+        finding = BlockTrial(self._ledger.name, tiled, named, length).run(hooks)
         if finding.fault is not None:
             raise CannotCutError(finding.fault)
         return finding.groups
 
-    def _run(
-        self, tiled: TiledFunction, named: dict[str, Any], hidden: torch.Tensor, tiles: int, groups: Any
-    ) -> Any:
+    def _run(self, tiled: TiledFunction, named: dict[str, Any], hidden: torch.Tensor, tiles: int, groups: Any) -> Any:
         largest = functools.partial(_largest, tiled, groups, hidden.device)
         tiles = largest(tiles)
         if tiles == 1:
@@ -121,6 +125,11 @@ class BlockRuntime:
             return tiled.function(**named)
         settings = BlockSettings(tiles=tiles, agree=lambda holds: not largest(int(not holds)), keep=self._keep())
         return run_block(tiled, named, settings, self._ledger)
+
+    def _unseen(self) -> contextlib.AbstractContextManager[None]:
+        """Hide the tiles from what keeps operators of the region's call, if it keeps any."""
+        call = None if self._keeping is None else self._keeping.running
+        return contextlib.nullcontext() if call is None else call.looking_away()
 
     def _keep(self) -> Callable[[int], Any] | None:
         """Return how the region's call that runs keeps the attention of a tile; None if it does not."""
@@ -201,13 +210,4 @@ def _named_arguments(
 
 
 def _reads_cache(module: nn.Module, named: Mapping[str, Any]) -> bool:
-    return not module.training and any(_holds_cache(name, value) for name, value in named.items())
-
-
-def _without_caches(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with caches replaced by None: each tile would write to them."""
-    return {name: None if _holds_cache(name, value) else value for name, value in named.items()}
-
-
-def _holds_cache(name: str, value: Any) -> bool:
-    return value is not None and (name in CACHE_KEYWORDS or is_cache(value))
+    return not module.training and any(holds_cache(name, value) for name, value in named.items())

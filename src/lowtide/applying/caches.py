@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lowtide.applying.guard import Guard
+
 CACHE_KEYWORDS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Keywords under which models hand key-value caches to their layers."""
 
@@ -106,3 +108,34 @@ class DroppedCaches:
         for region, consumer in self._consumers.items():
             if _stack(region) not in stacks and _stack(consumer) in stacks:
                 yield region, consumer
+
+
+class CacheDropper:
+    """Drops the key-value caches that a region or a block is given in training, and tells the guard about them."""
+
+    def __init__(self, name: str, guard: Guard) -> None:
+        self._name = name
+        self._guard = guard
+        self._layers: set[int] | None = None
+        """The layers of a cache that it writes to; known once it was given one."""
+
+    def dropped(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace caches by None: they would be written to twice, and training has no use for one."""
+        keywords = [name for name, value in kwargs.items() if holds_cache(name, value)]
+        caches = [*(kwargs[name] for name in keywords), *filter(is_cache, args)]
+        if not caches:
+            return args, kwargs
+        if self._layers is None:
+            self._layers = cache_layers(module)
+        for cache in caches:
+            refuse_content(cache, self._layers, self._name)
+            self._guard.note_cache(cache, self._layers, self._name)
+        self._guard.warn_once(f"key-value caches are dropped in training (first seen in {self._name})")
+        return tuple(None if is_cache(arg) else arg for arg in args), {**kwargs, **dict.fromkeys(keywords)}
+
+
+def holds_cache(name: str, value: Any) -> bool:
+    """Return whether an argument of this name is a cache."""
+    return value is not None and (name in CACHE_KEYWORDS or is_cache(value))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch import is_functorch_wrapped, next_sequence_number, storage_key
-from lowtide.applying.caches import CACHE_KEYWORDS, cache_layers, is_cache, refuse_content
+from lowtide.applying.caches import CacheDropper
 from lowtide.checkpointing.checkpoint import run_region
 from lowtide.checkpointing.forward_state import Habits
 from lowtide.checkpointing.offload import offload_hooks
@@ -44,8 +44,7 @@ class RegionRuntime:
         self._memory = memory
         self._habits = Habits()
         self._keeping = region.keeping
-        self._cache_layers: set[int] | None = None
-        """The layers of a cache that it writes to; known once it was given one."""
+        self._caches = CacheDropper(region.ledger.name, guard)
 
     def is_active(self, module: nn.Module) -> bool:
         """Return whether a backward may come. If it seems that none will, the guard sees to it that none does."""
@@ -68,7 +67,7 @@ class RegionRuntime:
         if self._policy.offload:
             self._memory.enter(self._ledger.name)
         if self._policy.recompute:
-            args, kwargs = self._without_caches(module, args, kwargs)
+            args, kwargs = self._caches.dropped(module, args, kwargs)
             return run_region(
                 forward,
                 args,
@@ -87,24 +86,6 @@ class RegionRuntime:
             output = forward(*args, **kwargs)
         self._offloader.check()
         return output
-
-    def _without_caches(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace key-value caches by None: a recompute would write to them twice, and training has no use for one."""
-        keywords = [
-            name for name, value in kwargs.items() if value is not None and (name in CACHE_KEYWORDS or is_cache(value))
-        ]
-        caches = [*(kwargs[name] for name in keywords), *filter(is_cache, args)]
-        if not caches:
-            return args, kwargs
-        if self._cache_layers is None:
-            self._cache_layers = cache_layers(module)
-        for cache in caches:
-            refuse_content(cache, self._cache_layers, self._ledger.name)
-            self._guard.note_cache(cache, self._cache_layers, self._ledger.name)
-        self._guard.warn_once(f"key-value caches are dropped in training (first seen in {self._ledger.name})")
-        return tuple(None if is_cache(arg) else arg for arg in args), {**kwargs, **dict.fromkeys(keywords)}
 
 
 class ModelMemory:

@@ -63,7 +63,7 @@ class Report:
     policy: str
     regions: list[RegionReport]
     tiles: list[TileLedger]
-    """MLPs, mixtures of experts and the loss, if they run in tiles."""
+    """Blocks, MLPs, mixtures of experts, norms and the loss, if they run in tiles."""
     host_bytes: int
     peak_host_bytes: int
     seconds_waited: float
@@ -138,14 +138,14 @@ def _region_line(group: list[RegionReport]) -> str:
 
 
 def _tile_group(ledger: TileLedger) -> tuple[Any, ...]:
-    return stack_of(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles
+    return stack_of(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles, ledger.left_alone
 
 
 def _tile_line(group: list[TileLedger]) -> str:
     first = group[0]
-    return (
-        f"  {grouped_name(group)} [tile] calls {first.calls}, tiles {first.tiles}, run again {first.recomputed_tiles}"
-    )
+    alone = f" (left alone: {first.left_alone})" if first.left_alone else ""
+    counts = f"calls {first.calls}, tiles {first.tiles}, run again {first.recomputed_tiles}"
+    return f"  {grouped_name(group)} [tile] {counts}{alone}"
 
 
 def _still_lines(report: Report) -> Iterator[str]:

@@ -8,6 +8,7 @@ than the ones before it, the next one is looked at again.
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from lowtide.checkpointing.kept_calls import Keep, Look, Recall, left_alone, run
 from lowtide.checkpointing.kept_outputs import KeptOutputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -38,7 +39,7 @@ class Keeping:
         self.places: Places | None = None
         """Where to look; None if the next call shall show it."""
         self.running: KeptCall | None = None
-        """The call whose forward runs right now."""
+        """The call that runs right now, for the first time or again."""
 
     def begin(self, module: nn.Module | None, ledger: RegionLedger) -> KeptCall:
         """Begin a call of the region, whose module is `module` if it is one's forward."""
@@ -67,6 +68,8 @@ class KeptCall:
         self.of_tiles = KeptOutputs(region.operators, ledger)
         """What the tiles of a block keep, by their numbers. Modes do not look into tiles."""
         self._region = region
+        self._mode: Look | Keep | Recall | None = None
+        """What sees the operators of the run that is on."""
         self._places = region.places
         self._module = None if module is None else weakref.ref(module)
 
@@ -74,35 +77,47 @@ class KeptCall:
         """Let what is kept leave the device with the region's inputs."""
         self.outputs.call = self.of_tiles.call = call
 
+    def looking_away(self) -> contextlib.AbstractContextManager[None]:
+        """Let no mode see what runs inside: tiles, which keep what they compute themselves, and trials."""
+        return contextlib.nullcontext() if self._mode is None else self._mode.switch
+
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward, and keep the outputs of dear operators."""
-        before, self._region.running = self._region.running, self
-        try:
-            return self._run(function, args, kwargs)
-        finally:
-            self._region.running = before
-            self._region.changed |= self.of_tiles.drop_changed()
+        with self._running():
+            result = self._run(function, args, kwargs)
+        self._region.changed |= self.outputs.drop_changed() | self.of_tiles.drop_changed()
+        return result
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if uncompiled(function) is not function:  # all of it is the compiler's business
             return function(*args, **kwargs)
         if self._places is None:
-            look = Look(self.outputs, None if self._module is None else self._module())
+            self._mode = look = Look(self.outputs, None if self._module is None else self._module())
             with look, look.functions, left_alone(look.compiled, look.switch):
                 result = function(*args, **kwargs)
             self._region.seen = look.seen
             self._region.places = look.places()
             self._places = look.places_of_all()
-            self._region.changed |= self.outputs.drop_changed()
             return result
-        result = run_watched(self._places, Keep(self.outputs), function, args, kwargs)
+        self._mode = Keep(self.outputs)
+        result = run_watched(self._places, self._mode, function, args, kwargs)
         if self.outputs.count != self._places.kept:
             self._region.places = None
-        self._region.changed |= self.outputs.drop_changed()
         return result
 
     def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it again; dear operators return what they returned before, without computing it."""
         if self._places is None:  # the forward itself asks for a gradient, while it is looked at
             return function(*args, **kwargs)
-        return run_watched(self._places, Recall(self.outputs), function, args, kwargs)
+        self._mode = Recall(self.outputs)
+        with self._running():
+            return run_watched(self._places, self._mode, function, args, kwargs)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        before, self._region.running = self._region.running, self
+        try:
+            yield
+        finally:
+            self._region.running = before
+            self._mode = None

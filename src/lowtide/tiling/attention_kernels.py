@@ -91,7 +91,9 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of a tile's queries to all keys that they may see, and the log-sum-exp of each row."""
-    parts = [_forward(query, key[:, :, keys], value[:, :, keys], causal, rows.scale) for keys, causal in rows.pieces(key)]
+    parts = [
+        _forward(query, key[:, :, keys], value[:, :, keys], causal, rows.scale) for keys, causal in rows.pieces(key)
+    ]
     out, row_sums = parts[0]
     for other, other_sums in parts[1:]:
         joint = torch.logaddexp(row_sums, other_sums)
@@ -109,7 +111,7 @@ def attend_backward(
     row_sums: torch.Tensor,
     rows: Rows,
 ) -> Iterator[tuple[slice, slice, slice, tuple[torch.Tensor, ...]]]:
-    """Yield gradients piece by piece: the query heads, the heads and the rows of keys they are for, and (dq, dk, dv)."""
+    """Yield (dq, dk, dv) piece by piece, after the query heads, key heads and rows of keys that they are for."""
     for heads, group in _groups(query, key):
         for keys, causal in rows.pieces(key):
             given = (gradient[:, heads], query[:, heads], key[:, group, keys], value[:, group, keys])

@@ -37,6 +37,8 @@ class BlockArguments:
         self._dims: list[int | None] = []
         self._trees: list[tuple[str, TensorTree, int]] = []
         for name, value in named.items():
+            if "mask" in name and not isinstance(value, torch.Tensor | None):
+                raise CannotCutError(f"its mask is a {type(value).__name__}, which cannot be cut by rows")
             tensors, tree = flatten(value)
             self._trees.append((name, tree, len(tensors)))
             for tensor in tensors:
@@ -86,7 +88,7 @@ def _first_tokens(name: str, tensor: torch.Tensor, length: int, count: int) -> t
 
 
 def hidden_states(named: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the block's hidden states, its first argument; None if they are not laid out as batch, tokens, features."""
+    """Return a block's hidden states, its first argument; None if they are not batch, tokens, features."""
     first = next(iter(named.values()), None)
     is_hidden = isinstance(first, torch.Tensor) and first.dim() == _HIDDEN_DIMS and first.is_floating_point()
     return first if is_hidden else None

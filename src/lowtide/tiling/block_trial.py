@@ -18,7 +18,7 @@ from lowtide.counters import TileLedger
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.attention_call import seen_by
 from lowtide.tiling.block_arguments import BlockArguments, CannotCutError, sample
-from lowtide.tiling.probe import Trial
+from lowtide.tiling.probe import FAILURES, Trial
 from lowtide.tiling.remains import tolerance_of
 from lowtide.tiling.tiled_block import BlockSettings, recorded, run_block
 from lowtide.tiling.tiled_function import TiledFunction, gathered
@@ -46,16 +46,24 @@ class BlockTrial:
 
     def run(self, hooks: list[Hook]) -> Finding:
         """Run the block with these hooks of its parts. Raises `CannotCutError` if its call cannot be cut at all."""
-        _refuse_convolutions(self._tiled.module)
+        _refuse_what_a_trial_may_miss(self._tiled.module)
         arguments = BlockArguments(self._named, self._count)
         function = functools.partial(_rows, self._tiled.function, arguments)
         tensors = tuple(arguments.take())
         tiled = TiledFunction(function, self._tiled.module)
         with recorded():
             finding = Trial(self._name, tiled, tensors, {}, torch.Size((self._count,))).run(hooks)
-            if finding.fault is None and not self._is_same(hooks):
-                finding = finding._replace(fault="its output in tiles is not what it is for the whole")
-        return finding
+            return finding if finding.fault is not None else finding._replace(fault=self._find_difference(hooks))
+
+    def _find_difference(self, hooks: list[Hook]) -> str | None:
+        """Return why the block in tiles is not the whole block, in words; None if it is."""
+        try:
+            is_same = self._is_same(hooks)
+        except FAILURES as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return f"it fails on a few of its tokens alone ({type(error).__name__}: {error})"
+        return None if is_same else "its output in tiles is not what it is for the whole"
 
     def _is_same(self, hooks: list[Hook]) -> bool:
         with (
@@ -141,9 +149,22 @@ class _TokenWiseAttention:
         return (weight * value).transpose(1, 2).contiguous(), None
 
 
-def _refuse_convolutions(module: nn.Module | None) -> None:
-    """Refuse a block that mixes neighbouring tokens by a convolution: its effect may be too small for a trial."""
+def _refuse_what_a_trial_may_miss(module: nn.Module | None) -> None:
+    """Refuse a convolution, whose effect may be small, and stochastic depth, which is drawn once for all tokens."""
     for path, part in [] if module is None else module.named_modules():
         kernel = getattr(part, "kernel_size", 1)
         if max(kernel if isinstance(kernel, tuple) else (kernel,)) != 1:
             raise CannotCutError(f"its part {path!r} is a convolution over neighbouring tokens")
+        kind = type(part).__name__.lower()
+        if part.training and any(word in kind for word in _STOCHASTIC_DEPTH) and _drops(part):
+            raise CannotCutError(
+                f"its part {path!r} drops all tokens of a sample at once, and each tile would draw anew"
+            )
+
+
+_STOCHASTIC_DEPTH = ("droppath", "drop_path", "stochasticdepth", "stochastic_depth")
+
+
+def _drops(module: nn.Module) -> bool:
+    rates = [getattr(module, name, 0.0) for name in ("drop_prob", "p", "drop_path", "drop_rate")]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -45,6 +45,10 @@ _SHOWN = 3
 """How many hooks a message names."""
 
 
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
+"""What a module may raise when it is given a few of its tokens alone."""
+
+
 class Finding(NamedTuple):
     """What a trial found: why the module cannot be tiled, if so, and the groups of the collectives inside it."""
 
@@ -160,7 +164,7 @@ class _Experiment:
         """Return why the module cannot be tiled, in words; None if it can."""
         try:
             faults = [self._find_company(), self._find_place(), self._find_remains()]
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        except FAILURES as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return f"it fails on a few of its tokens alone ({type(error).__name__}: {error})"

@@ -71,10 +71,11 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether the function masks later keys itself."""
+        """Whether the function masks later keys itself. Models' own eager functions never do."""
         stated = self.options.get("is_causal")
         stated = getattr(self.module, "is_causal", True) if stated is None else stated
-        return bool(stated) and self.mask is None and (self.is_sdpa or self.is_flash)
+        is_eager = getattr(self.function, "__name__", "").startswith("eager")
+        return bool(stated) and self.mask is None and not is_eager
 
     @property
     def is_fused(self) -> bool:
@@ -183,8 +184,6 @@ def _look(forward: Callable[..., Any], arguments: BlockArguments, tensors: Seque
 def _refuse_unusual(call: AttentionCall, batch: int) -> None:
     if call.key.shape[2] != 1 or call.query.shape[2] != 1 or call.key.shape[0] != batch:
         raise CannotCutError(f"its attention has {call.key.shape[2]} keys for one token")
-    if call.mask is not None and not isinstance(call.mask, torch.Tensor):
-        raise CannotCutError(f"its mask is a {type(call.mask).__name__}, which cannot be cut by rows")
     if call.is_flash and call.mask is not None:
         raise CannotCutError("its flash attention gets a padding mask, whose rows cannot be told from its columns")
     if call.options.get("output_attentions"):
@@ -334,7 +333,7 @@ class _TileAttention:
         keys = slice(0, end) if call.is_causal else _visible_keys(call, start, end, length)
         if mask is not None and mask.shape[-1] == length:
             mask = mask[..., keys]
-        if call.is_causal and call.is_sdpa:  # it would align to the upper left
+        if call.is_causal and not call.is_flash:  # it would align to the upper left
             mask = torch.ones(end - start, end, dtype=torch.bool, device=call.query.device).tril(start)[None, None]
         whole = [some_keys(block.grads, which, keys, tensor) for which, tensor in enumerate(self._key_values)]
         return call.function(call.module, call.query, *whole, mask, **call.options)[0], None
@@ -352,4 +351,3 @@ def _visible_keys(call: AttentionCall, start: int, end: int, length: int) -> sli
         return slice(0, length)
     seen = is_seen.flatten(0, -2).any(0).nonzero()
     return slice(int(seen[0]), int(seen[-1]) + 1)
-
