@@ -2,8 +2,8 @@
 
 Which dimension of an argument counts tokens is told by its name and shape, as transformers' blocks have them: hidden
 states have it second, masks and position embeddings last but one, position ids last. What belongs to another sequence
-(an encoder's states) or has no row per token is the same for every tile. A tensor that has the tokens' number among its
-sizes, but in no such place, is refused.
+(an encoder's states) or has no row per token is the same for every tile. A tensor that has as many of something else as
+there are tokens is cut there as well, and the trial tells whether that was right; one that has it twice is refused.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ def _token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
     dim = -2 if name == "position_embeddings" else -1 if "position" in name else 1
     if tensor.dim() > max(dim, 0) and tensor.dim() >= -dim and tensor.shape[dim] == length:
         return dim % tensor.dim()
-    if length in tensor.shape:
+    others = [dim for dim, size in enumerate(tensor.shape) if size == length]
+    if len(others) == 1:  # the trial tells whether it counts tokens
+        return others[0]
+    if others:
         raise CannotCutError(f"it is not known how to cut its argument {name} of shape {tuple(tensor.shape)}")
     return None

@@ -82,7 +82,7 @@ class _HandOut(torch.autograd.Function):
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *_nothing: None) -> Any:
         return None, *(ctx.grads.take(which, dtype) for which, dtype in enumerate(ctx.dtypes))
 
@@ -99,7 +99,7 @@ class _SomeKeys(torch.autograd.Function):
         return whole[:, :, keys]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.add(gradients[0])
         return None, None, None, None
@@ -146,7 +146,7 @@ class _FusedAttention(torch.autograd.Function):
         return out, query.new_empty(0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None, _token: None) -> Any:
         query, key, value, out, row_sums = ctx.saved_tensors
         needs = ctx.needs_input_grad[5:7] if ctx.is_in_order else ctx.needs_input_grad[7:9]

@@ -273,7 +273,7 @@ def _joined(batch: int, parts: list[torch.Tensor]) -> torch.Tensor:
     """Join what the tiles of a batch recorded, in the order of the batch."""
     if parts[0].dim() > 2 and parts[0].shape[0] == batch:  # noqa: PLR2004
         return torch.cat(parts, 1)
-    return torch.cat([part.unflatten(0, (batch, -1)) for part in parts], 1).flatten(0, 1)
+    return torch.cat([part.reshape(batch, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
 
 # --- Attention in a tile --------------------------------------------------------------------------------------------
