@@ -509,6 +509,6 @@ def test_a_buffer_that_each_call_updates_is_refused():
 def test_attention_that_is_kept_nowhere_is_not_silent():
     """With an explicit mask the model's own function runs in tiles, and its kernels are not kept."""
     model, batch = attentive.make("llama"), attentive.batch("llama", padded=True)
-    with lowtide.apply(model, "recompute(keep=attention)+tile(attention, tokens=12)"):
-        with pytest.raises(SilentNoOpError, match="keep"):
-            attentive.step(model, batch)
+    policy = "recompute(keep=attention)+tile(attention, tokens=12)"
+    with lowtide.apply(model, policy), pytest.raises(SilentNoOpError, match="keep"):
+        attentive.step(model, batch)
