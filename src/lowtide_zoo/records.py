@@ -46,6 +46,10 @@ class Record:
     """Verdicts by mode and check."""
     stacks: list[str] = dataclasses.field(default_factory=list)
     """The stacks of blocks that ran, with the number of blocks."""
+    tiled_blocks: list[str] = dataclasses.field(default_factory=list)
+    """The regions that ran in tiles as a whole, attention included."""
+    left_alone: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The regions that did not although they call attention, and why."""
 
     def to_json(self) -> str:
         return as_json(dataclasses.asdict(self))

@@ -42,6 +42,7 @@ POLICIES = ("recompute",)
 
 TILED = (
     "recompute+tile(tokens=8, loss_tokens=8)",
+    "recompute+tile(attention, mlp, tokens=8)",
     "recompute+tile(mlp, tokens=8)",
     "recompute+tile(loss, loss_tokens=8)",
 )
@@ -176,7 +177,7 @@ def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
     if engine is Engine.TRANSFORMERS and not getattr(model, "supports_gradient_checkpointing", False):
         record.status, record.why = "no checkpointing", f"{tiny_model.model_class} does not support it"
         return
-    accepted, refusals = _policies(model, tiny_model.batch(0)) if engine is Engine.LOWTIDE else ([], {})
+    accepted, refusals = _policies(record, model, tiny_model.batch(0)) if engine is Engine.LOWTIDE else ([], {})
     if refusals and not accepted:
         record.status, record.why = "refused", "; ".join(refusals.values())
         return
@@ -194,17 +195,19 @@ def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
         _confirm(record, reports, _audit_again(record, tiny_model, engine, accepted, sorted(names)))
 
 
-def _policies(model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+def _policies(record: Record, model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     """Return the policies to audit, and those that Lowtide refuses for this model, with its words.
 
-    A whole step is run under each, because the guard reports at the end of backward.
+    A whole step is run under each, because the guard reports at the end of backward. The record gets which blocks ran
+    in tiles.
     """
     refused: dict[str, str] = {}
 
     def accepts(policy: str) -> bool:
         try:
-            with lowtide.apply(model, policy):
+            with lowtide.apply(model, policy) as applied:
                 objective(model(**batch), None).backward()  # type: ignore[no-untyped-call]
+                record.tiled_blocks, record.left_alone = _tiled_blocks(applied)
         except REFUSALS as error:
             refused[policy] = f"{type(error).__name__}: {error}"
             return False
@@ -217,6 +220,14 @@ def _policies(model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[
     accepted = [policy for policy in POLICIES if accepts(policy)]
     accepted += next(([policy] for policy in TILED if accepts(policy)), [])
     return accepted, refused
+
+
+def _tiled_blocks(applied: lowtide.Applied) -> tuple[list[str], dict[str, str]]:
+    """Return the regions that ran in tiles as a whole, and those that were left alone, with the reasons."""
+    names = {region.name for region in applied.regions}
+    blocks = [tiles for tiles in applied.report().tiles if tiles.name in names]
+    tiled = [tiles.name for tiles in blocks if tiles.tiles > tiles.calls]
+    return tiled, {tiles.name: tiles.left_alone for tiles in blocks if tiles.left_alone}
 
 
 def audit_tiny_model(
