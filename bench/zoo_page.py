@@ -120,6 +120,7 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         "",
         *our_refusals(ours),
         "",
+        *tiled_blocks(ours),
         f"[The records](zoo/{our_name}).",
         "",
         "## What could not be audited",
@@ -171,6 +172,32 @@ def our_refusals(records: list[Record]) -> list[str]:
         "| model type | the error |",
         "|---|---|",
         *(f"| {record.model_type} | {cell(record.why or '')} |" for record in refused),
+    ]
+
+
+def tiled_blocks(records: list[Record]) -> list[str]:
+    """Return how many architectures run whole blocks in tiles, and why others do not."""
+    tiled = [record for record in records if record.tiled_blocks]
+    if not tiled:
+        return []
+    reasons: dict[str, set[str]] = collections.defaultdict(set)
+    for record in records:
+        for reason in record.left_alone.values():
+            reasons[re.sub(r"\d+", "n", reason)].add(record.model_type)
+    partly = sum(bool(record.left_alone) for record in tiled)
+    return [
+        "### Attention in tiles",
+        "",
+        f"{len(tiled)} architectures run blocks in tiles with their attention, {partly} of them not all of their "
+        "stacks. What is left alone, and why:",
+        "",
+        "| reason | model types |",
+        "|---|---|",
+        *(
+            f"| {cell(reason)} | {', '.join(sorted(types))} |"
+            for reason, types in sorted(reasons.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+        ),
+        "",
     ]
 
 

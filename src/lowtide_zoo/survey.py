@@ -177,7 +177,7 @@ def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
     if engine is Engine.TRANSFORMERS and not getattr(model, "supports_gradient_checkpointing", False):
         record.status, record.why = "no checkpointing", f"{tiny_model.model_class} does not support it"
         return
-    accepted, refusals = _policies(record, model, tiny_model.batch(0)) if engine is Engine.LOWTIDE else ([], {})
+    accepted, refusals = _policies(model, tiny_model.batch(0), record) if engine is Engine.LOWTIDE else ([], {})
     if refusals and not accepted:
         record.status, record.why = "refused", "; ".join(refusals.values())
         return
@@ -195,7 +195,9 @@ def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
         _confirm(record, reports, _audit_again(record, tiny_model, engine, accepted, sorted(names)))
 
 
-def _policies(record: Record, model: nn.Module, batch: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+def _policies(
+    model: nn.Module, batch: dict[str, Any], record: Record | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the policies to audit, and those that Lowtide refuses for this model, with its words.
 
     A whole step is run under each, because the guard reports at the end of backward. The record gets which blocks ran
@@ -207,7 +209,8 @@ def _policies(record: Record, model: nn.Module, batch: dict[str, Any]) -> tuple[
         try:
             with lowtide.apply(model, policy) as applied:
                 objective(model(**batch), None).backward()  # type: ignore[no-untyped-call]
-                record.tiled_blocks, record.left_alone = _tiled_blocks(applied)
+                if record is not None:
+                    record.tiled_blocks, record.left_alone = _tiled_blocks(applied)
         except REFUSALS as error:
             refused[policy] = f"{type(error).__name__}: {error}"
             return False
