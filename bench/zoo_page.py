@@ -188,8 +188,10 @@ def tiled_blocks(records: list[Record]) -> list[str]:
     return [
         "### Attention in tiles",
         "",
-        f"{len(tiled)} architectures run blocks in tiles with their attention, {partly} of them not all of their "
-        "stacks. What is left alone, and why:",
+        (
+            f"{len(tiled)} architectures run blocks in tiles with their attention, {partly} of them not all of their "
+            "stacks. What is left alone, and why:"
+        ),
         "",
         "| reason | model types |",
         "|---|---|",
