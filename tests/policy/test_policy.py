@@ -10,6 +10,9 @@ from lowtide import Policy
 from lowtide.errors import InvalidValueError
 
 
+ALL = ("attention", "mlp", "loss")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -28,7 +31,7 @@ from lowtide.errors import InvalidValueError
         ("offload(disk=/scratch, verify=False)", Policy(offload="disk", disk="/scratch")),
         (
             "recompute+offload(host=8GiB, disk=/scratch)+tile",
-            Policy(recompute=True, offload="host", host_limit=8 * 1024**3, disk="/scratch", tile=("mlp", "loss")),
+            Policy(recompute=True, offload="host", host_limit=8 * 1024**3, disk="/scratch", tile=ALL),
         ),
         ("unsloth(disk=/scratch)", Policy(recompute=True, offload="disk", disk="/scratch")),
         ("gradient_checkpointing", Policy(recompute=True)),
@@ -36,11 +39,14 @@ from lowtide.errors import InvalidValueError
         ("unsloth", Policy(recompute=True, offload="host")),
         ("activation_offloading", Policy(offload="host")),
         ("cpu_checkpointing", Policy(recompute=True, offload="host")),
-        ("tile", Policy(tile=("mlp", "loss"))),
+        ("tile", Policy(tile=ALL)),
+        ("tile(mlp, attention, loss)", Policy(tile=ALL)),
+        ("tile(attention)", Policy(tile=("attention",))),
+        ("recompute+tile(attention, tokens=8k)", Policy(recompute=True, tile=("attention",), tile_tokens=8192)),
         ("tile(loss, mlp)", Policy(tile=("mlp", "loss"))),
         ("recompute+tile(mlp, tokens=8k)", Policy(recompute=True, tile=("mlp",), tile_tokens=8192)),
         ("tile(mlp, shards=4)", Policy(tile=("mlp",), tile_shards=4)),
-        ("tile(tokens=16, loss_tokens=32)", Policy(tile=("mlp", "loss"), tile_tokens=16, loss_tokens=32)),
+        ("tile(tokens=16, loss_tokens=32)", Policy(tile=ALL, tile_tokens=16, loss_tokens=32)),
         ("tiled_mlp", Policy(tile=("mlp",))),
         ("tile(mlp)+tile(loss)", Policy(tile=("mlp", "loss"))),
         ("tile(loss)+recompute+tiled_mlp", Policy(recompute=True, tile=("mlp", "loss"))),
@@ -133,7 +139,7 @@ def test_dicts(mapping, expected):
         ("tile(mpl)", "did you mean 'mlp'"),
         ("tile(token=4)", "did you mean 'tokens'"),
         ("tile(mlp, tokens=0)", "1 or more"),
-        ("tile(loss, tokens=4)", r"needs tile\(mlp\)"),
+        ("tile(loss, tokens=4)", r"needs tile\(mlp\) or tile\(attention\)"),
         ("tile(mlp, loss_tokens=4)", r"needs tile\(loss\)"),
         ("tile(mlp, tokens=4, shards=2)", "give one of them"),
         ("recompute; visual.*: tile(loss)", "a model has one loss"),
@@ -156,7 +162,7 @@ def test_dicts(mapping, expected):
         ({"recompute": True, "overrides": {"visual.*": "none; *.0: recompute"}}, "rules of its own"),
         ({"gradient_checkpointing_kwargs": True}, "gradient_checkpointing_kwargs must be a dict, got True"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false, got 'yes'"),
-        ({"tile": 4}, "tile must be true, false or a list of mlp, loss, got 4"),
+        ({"tile": 4}, "tile must be true, false or a list of attention, mlp, loss, got 4"),
         (7, "not int"),
     ],
 )
