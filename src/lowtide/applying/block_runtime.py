@@ -23,7 +23,7 @@ from lowtide.tiling.block_trial import BlockTrial
 from lowtide.tiling.collectives import has_several_ranks, is_distributed, largest_in
 from lowtide.tiling.hooks import inner_hooks
 from lowtide.tiling.surroundings import refuse_transforms
-from lowtide.tiling.tile import BLOCK_TILE_BYTES, tile_count
+from lowtide.tiling.tile import BLOCK_TILE_BYTES, MOST_BLOCK_TILES, tile_count
 from lowtide.tiling.tiled_block import BlockSettings, run_block
 from lowtide.tiling.tiled_function import TiledFunction, max_over_ranks
 
@@ -139,7 +139,8 @@ class BlockRuntime:
     def _tiles(self, hidden: torch.Tensor, tiled: TiledFunction) -> int:
         policy = self._policy
         count = tile_count(hidden, tiled.module, policy.tile_tokens, policy.tile_shards, BLOCK_TILE_BYTES)
-        return min(count, hidden.shape[1])
+        is_given = policy.tile_tokens is not None or policy.tile_shards is not None
+        return min(count, hidden.shape[1] if is_given else MOST_BLOCK_TILES, hidden.shape[1])
 
     def _refusal(self, module: nn.Module, reason: CannotCutError) -> NotTokenWiseError:
         name, kind = self._ledger.name, type(module).__name__

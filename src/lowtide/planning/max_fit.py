@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.hardware.accelerators import margins_for
 from lowtide.planning.result import INAPPLICABLE, judge
+from lowtide.policy.rules import joined
 from lowtide.simulation.cache import CachedSimulator
 from lowtide.targets.target import find_target
 
@@ -23,16 +24,11 @@ if TYPE_CHECKING:
     from lowtide.simulation.estimate import Estimate
     from lowtide.targets.job import Job
 
-POLICIES = (
-    "none",
-    "recompute",
-    "recompute+tile(loss)",
-    "recompute+offload+tile(loss)",
-    "recompute+offload+tile(mlp)",
-    "recompute(keep=attention)+offload+tile",
-    "recompute+offload+tile",
-)
-"""The usual policies, of which those are tried whose tiles the model has. `tile(mlp)` is for models without a head."""
+LESS = ("none", "recompute", "recompute+tile(loss)", "recompute+offload+tile(loss)")
+"""The usual policies that tile no region, of which those are tried whose tiles the model has."""
+
+MOST = ("recompute(keep=attention)+offload", "recompute+offload")
+"""Those that are tried with the most that can be tiled."""
 
 _STEP = {"tokens": 1024, "batch_size": 1}
 """To what the answer is exact."""
@@ -95,9 +91,7 @@ def find_max(
             candidate = judge(estimate, limit, host_limit, margins_for(accelerator, asked.ranks))
             return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), candidate
 
-        wanted = policies or [
-            policy for policy in POLICIES if _tile_option_of(policy) in simulator.summary.tile_options
-        ]
+        wanted = policies or usual_policies(simulator.summary.tile_options)
         left_out = () if policies else INAPPLICABLE
         for place, policy in enumerate(wanted):
             if progress is not None:
@@ -107,8 +101,11 @@ def find_max(
     return found
 
 
-def _tile_option_of(policy: str) -> str:
-    return next((word for word in policy.split("+") if word.startswith("tile")), "")
+def usual_policies(tile_options: Sequence[str]) -> list[str]:
+    """Return the policies that are tried for a model with these tile options, the last of which tiles the most."""
+    less = [policy for policy in LESS if policy.endswith("tile(loss)") <= ("tile(loss)" in tile_options)]
+    tiles_regions = tile_options[-1] not in ("", "tile(loss)")
+    return less + [joined(policy, tile_options[-1]) for policy in MOST if tiles_regions]
 
 
 def _search(policy: str, needed: Needed, dimension: str) -> MaxFit:

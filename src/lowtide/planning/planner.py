@@ -13,7 +13,7 @@ from lowtide.planning.solver import solve
 from lowtide.policy import Policy
 from lowtide.policy.rules import as_policy, joined
 from lowtide.simulation.cache import PROCESSES, CachedSimulator, process_for
-from lowtide.simulation.region_costs import REGION_POLICIES
+from lowtide.simulation.region_costs import region_policies
 from lowtide.targets.job import LORA_TARGETS, make_job
 from lowtide.targets.target import find_target
 from lowtide.units import format_bytes
@@ -136,7 +136,7 @@ class _Planner:
 
     def plan_all(self) -> Plan:
         """Judge every uniform policy, and the best mixtures of them."""
-        self._total = (len(REGION_POLICIES) + 1) * len(self._simulator.summary.tile_options) + 1
+        self._total = sum(len(region_policies(tile)) + 1 for tile in self._simulator.summary.tile_options) + 1
         uniform = self._uniform()
         mixed = list(self._mixtures(uniform))
         candidates = [*uniform, *(candidate for candidate in mixed if candidate.fits)]
@@ -146,7 +146,7 @@ class _Planner:
     def _uniform(self) -> list[Candidate]:
         """Judge every region policy with every tile option, in all processes at once."""
         options = self._simulator.summary.tile_options
-        policies = [joined(policy, tile) for tile in options for policy in REGION_POLICIES]
+        policies = [joined(policy, tile) for tile in options for policy in region_policies(tile)]
         shares = [[policy for policy in policies if process_for(policy) == number] for number in range(PROCESSES)]
         pool = concurrent.futures.ThreadPoolExecutor(PROCESSES)
         try:
@@ -187,11 +187,11 @@ class _Planner:
 
     def _mixable_tile_options(self) -> list[str]:
         """Return the tile options that apply, so that there is something to choose from."""
-        return [tile for tile in self._simulator.summary.tile_options if "none" in self._region_policies(tile)]
+        return [tile for tile in self._simulator.summary.tile_options if self._region_policies(tile)]
 
     def _region_policies(self, tile: str) -> tuple[str, ...]:
         """Return the region policies that apply with a tile option: attention is only kept where there is some."""
-        return tuple(policy for policy in REGION_POLICIES if joined(policy, tile) not in self._inapplicable)
+        return tuple(policy for policy in region_policies(tile) if joined(policy, tile) not in self._inapplicable)
 
     def _choose(self, tile: str, budget: int) -> Choice | None:
         """Return the solver's choice; None if there is none, or if it is one policy for all, which is known already."""
@@ -255,9 +255,10 @@ class _Planner:
         summary = self._simulator.summary
         if len(candidates) > 1 and "tile" not in summary.tile_options:
             notes.append(
-                f"not all of {summary.model_class} can be tiled: its MLPs are not separate modules, or it does not "
-                "compute its loss from labels as transformers' models do"
+                f"not all of {summary.model_class} can be tiled: its calls of attention cannot be seen, its MLPs are "
+                "not separate modules, or it does not compute its loss from labels as transformers' models do"
             )
+        notes += _left_alone(candidates)
         if self._simulator.warning:
             notes.append(self._simulator.warning)
         if too_long := summary.too_long(self._job.tokens):
@@ -267,6 +268,18 @@ class _Planner:
                 "seconds are estimated from data sheets, so the ranking is the claim: `lowtide calibrate` measures them"
             )
         return notes
+
+
+def _left_alone(candidates: list[Candidate]) -> list[str]:
+    """Return notes about blocks that policies with `tile` leave alone, a note for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for candidate in candidates:
+        for reason, names in candidate.estimate.left_alone.items():
+            reasons.setdefault(reason, names)
+    return [
+        f"tile leaves {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} alone: {reason}"
+        for reason, names in reasons.items()
+    ]
 
 
 def _parse_policy(policy: Policy | str | Mapping[str, Any]) -> str:

@@ -14,10 +14,15 @@ def as_policy(choice: dict[str, str], tile: str) -> Policy:
     `choice` maps the names of all regions, in the order of the model, to a word such as `recompute+offload`.
     """
     default = collections.Counter(choice.values()).most_common(1)[0][0]
-    # a model has one loss, which no rule can name
-    tile_of_rules = "" if tile in ("", "tile(loss)") else "tile(mlp)"
+    tile_of_rules = _without_loss(tile)
     rules = [f"{glob}: {joined(word, tile_of_rules)}" for glob, word in _exceptions(choice, default)]
     return Policy.parse("; ".join([joined(default, tile), *rules]))
+
+
+def _without_loss(tile: str) -> str:
+    """Return a tile option as a rule can have it: a model has one loss, which no rule can name."""
+    parts = [part for part in Policy.parse(tile or "none").tile if part != "loss"]
+    return f"tile({', '.join(parts)})" if parts else ""
 
 
 def joined(policy: str, tile: str) -> str:

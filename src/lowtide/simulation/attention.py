@@ -3,7 +3,8 @@
 On meta tensors torch takes the mathematical form, which makes the whole square of scores: a GPU rarely does. The class
 `Attention` chooses as torch's `sdp_utils.cpp` does: flash where there is no mask, numbers are 16 bits wide and heads
 are at most 256 wide; the memory-efficient kernel with masks and in float32; the mathematical form otherwise. cuDNN's
-kernel is only taken on request: torch prefers flash by default.
+kernel is only taken on request: torch prefers flash by default. Tiled blocks call flash themselves, where torch says
+that it can be used; here, `Attention` says so, and counts those calls with its own.
 
 A workspace is memory that a kernel takes for itself while it runs, so that no tensor of the program shows it.
 `workspace_of` has a formula for each such kernel, after its source in torch. cuBLAS and cuDNN keep fixed workspaces,
@@ -13,7 +14,8 @@ which are among the stated margins of a plan.
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 aten = torch.ops.aten
+
+T = TypeVar("T")
 
 KERNELS = ("auto", "flash", "efficient", "cudnn", "math", "cpu")
 
@@ -42,6 +46,26 @@ class Attention:
         self.kernel = kernel
         self.has_flash = has_flash
         self.picked: collections.Counter[str] = collections.Counter()
+
+    @property
+    def device_type(self) -> str:
+        """Return the type of the device that has these kernels."""
+        return "cpu" if self.kernel == "cpu" else "cuda"
+
+    def can_use_flash(self, parameters: Any, _debug: bool = False) -> bool:
+        """Answer as `torch.backends.cuda.can_use_flash_attention` does on this accelerator."""
+        mask, dropout, grouped = parameters.attn_mask, parameters.dropout, parameters.enable_gqa
+        return self._choose(parameters.query, mask, dropout, grouped=grouped) == "flash"
+
+    def counted(self, run: Callable[..., T]) -> Callable[..., T]:
+        """Return a function that calls a fused kernel itself, and counts it like the others."""
+
+        @functools.wraps(run)
+        def run_and_count(*args: Any) -> T:
+            self.picked["cpu" if self.kernel == "cpu" else "flash"] += 1
+            return run(*args)
+
+        return run_and_count
 
     def __call__(
         self,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide._version import __version__
+from lowtide.policy import Policy
 from lowtide.simulation.estimate import Estimate
 from lowtide.simulation.process import SimulatorProcess
 from lowtide.simulation.region_costs import RegionCosts, RegionPolicyCost, StepCosts
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROCESSES = 2
-"""How many processes simulate side by side. Policies that tile everything take about as long as all the rest."""
+"""How many processes simulate side by side. Policies that tile whole blocks take about as long as all the rest."""
 
 
 def cache_directory() -> Path:
@@ -128,7 +129,8 @@ class CachedSimulator:
 
 def process_for(policy: str) -> int:
     """Return the number of the process that simulates a policy: policies that share recordings share a process."""
-    return int("tile" in policy and "tile(loss)" not in policy)
+    parsed = Policy.parse(policy or "none")
+    return int("attention" in parsed.tile)
 
 
 def _region_costs(data: dict[str, Any]) -> RegionCosts:

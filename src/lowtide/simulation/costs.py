@@ -1,7 +1,8 @@
 """Counts what an operation costs: FLOPs and bytes moved, and from these seconds on an accelerator's roofline.
 
 FLOPs come from torch's own `flop_registry`. Every other kernel is bound by memory: it reads its inputs and writes its
-results once; what it overwrites is not read. Causal attention does half of the square.
+results once; what it overwrites is not read. Causal attention does half of the square; of a tile of queries at the end
+of its keys, it does all but half of the tile's own square.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         args = tuple(_with_heads_of(args[0], argument) for argument in args)
     flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
     if kind.startswith("attention") and _is_causal(func, args, kwargs):
-        flops /= 2
+        flops *= _causal_share(*args[1:3]) if kind == "attention_backward" else _causal_share(*args[:2])
     return Cost(flops, nbytes, kind, single_precision=here[0].dtype is torch.float32)
 
 
@@ -138,6 +139,12 @@ def _with_heads_of(query: torch.Tensor, argument: Any) -> Any:
         return argument
     batch, heads, *rest = argument.shape
     return argument if heads == query.shape[1] else argument.new_empty(batch, query.shape[1], *rest)
+
+
+def _causal_share(query: torch.Tensor, key: torch.Tensor) -> float:
+    """Return the share of all scores that causal attention computes, aligned so that the last query sees all keys."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    return 1 - queries / (2 * keys) if queries <= keys else keys / (2 * queries)
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

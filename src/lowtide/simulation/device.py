@@ -14,6 +14,7 @@ import torch
 
 from lowtide._torch import import_dynamo, no_dispatch_modes
 from lowtide.simulation.clock import Event, Stream
+from lowtide.tiling import attention_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +38,9 @@ def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any
     yield torch, "tensor", _tensor_through_the_dispatcher
     yield torch, "autocast", _autocast
     yield torch.nn.functional, "scaled_dot_product_attention", attention
+    yield torch.backends.cuda, "can_use_flash_attention", attention.can_use_flash
+    yield attention_kernels, "META_STANDS_FOR", attention.device_type
+    yield attention_kernels, "run_kernel", attention.counted(attention_kernels.run_kernel)
     yield torch, "Stream", lambda device=None, **_: Stream(clock)  # noqa: ARG005
     yield torch, "Event", lambda *_, **__: Event(clock)
     yield torch.accelerator, "current_stream", lambda *_: clock.current

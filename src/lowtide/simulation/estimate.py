@@ -41,6 +41,8 @@ class Estimate:
     timeline: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     regions: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     """Bytes at the peak by region and kind of owner."""
+    left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Why blocks do not run in tiles as the policy says, and which of those that were simulated."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -74,6 +76,7 @@ def exact_estimate(policy: str, recording: Recording) -> Estimate:
             for s in read_timeline(recording)
         ],
         regions=regions,
+        left_alone=recording.left_alone,
     )
 
 
@@ -98,4 +101,5 @@ def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
         region=moment.region,
         kernels=long.kernels,
         exact=False,
+        left_alone=long.left_alone,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from lowtide.policy import Policy
 from lowtide.recording import Moment, Owner, Tally
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ REGION_POLICIES = (
     "recompute(keep=attention)+offload",
 )
 """The policies that a region can have in a plan."""
+
+TILED_REGION_POLICIES = tuple(policy for policy in REGION_POLICIES if "recompute" in policy)
+"""The same where whole blocks run in tiles. A tiled block is run again in backward in any case, so to recompute it
+costs nothing, and saves its keys and values."""
+
+
+def region_policies(tile: str) -> tuple[str, ...]:
+    """Return the policies that a region can have with a tile option."""
+    return TILED_REGION_POLICIES if "attention" in Policy.parse(tile or "none").tile else REGION_POLICIES
+
 
 _OWN = frozenset({"activations", "logits", "workspace"})
 
@@ -70,36 +81,36 @@ class StepCosts:
     """Seconds outside all regions."""
 
 
-def region_costs(model: Extrapolation, recordings: dict[str, Recording]) -> StepCosts:
+def region_costs(model: Extrapolation, recordings: dict[str, Recording], base: str = "none") -> StepCosts:
     """Return the costs of all regions of the whole model. `recordings` are by policy, all of the same (short) length.
 
-    `model` knows the whole model's memory at any region under the policy `none`. What is left of it without the
+    `model` knows the whole model's memory at any region under the policy `base`. What is left of it without the
     region's own bytes, and without what the regions before it hold while they wait, is the base that all policies
     share.
     """
     by_policy = {policy: _RegionReader(recording) for policy, recording in recordings.items()}
-    keep = by_policy["none"]
+    plain = by_policy[base]
     found: list[RegionCosts] = []
     waiting = 0
     for name in model.names:
         recorded = model.representative(name)
-        if not keep.ran(recorded):
+        if not plain.ran(recorded):
             continue  # a tower without its input: no policy costs anything
         costs = {policy: reader.cost(recorded) for policy, reader in by_policy.items()}
         found.append(
             RegionCosts(
                 name=name,
-                forward_base=model.phase_peak("forward", name) - waiting - costs["none"].forward_bytes,
-                backward_base=model.phase_peak("backward", name) - waiting - costs["none"].backward_bytes,
+                forward_base=model.phase_peak("forward", name) - waiting - costs[base].forward_bytes,
+                backward_base=model.phase_peak("backward", name) - waiting - costs[base].backward_bytes,
                 by_policy=costs,
             )
         )
-        waiting += costs["none"].waiting
+        waiting += costs[base].waiting
     return StepCosts(
         regions=found,
         between_base=model.phase_peak("between") - waiting,
         after_bytes=model.phase_peak("optimizer"),
-        other_seconds=keep.other_seconds,
+        other_seconds=plain.other_seconds,
     )
 
 

@@ -16,7 +16,7 @@ from lowtide.errors import NoRegionError
 from lowtide.losses.head_loss import count_classes
 from lowtide.policy import Policy
 from lowtide.policy.rules import joined
-from lowtide.regions import find_head, find_mlps, find_regions
+from lowtide.regions import calls_attention, find_head, find_mlps, find_regions
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
 from lowtide.simulation.region_costs import region_costs
@@ -96,9 +96,10 @@ class Simulator:
         """Return what the solver needs to know: each region's costs under these policies, with this tile option."""
         length = None if self._stack is None else self._stack.long
         recordings = {policy: self._recorded(joined(policy, tile), length) for policy in policies}
+        base = policies[0]
         if self._stack is None:
-            return region_costs(Extrapolation.exact(self._names, recordings["none"]), recordings)
-        return region_costs(self._extrapolation(joined("none", tile)), recordings)
+            return region_costs(Extrapolation.exact(self._names, recordings[base]), recordings, base)
+        return region_costs(self._extrapolation(joined(base, tile)), recordings, base)
 
     def _extrapolation(self, policy: str) -> Extrapolation:
         stack = self._stack
@@ -119,14 +120,24 @@ class Simulator:
 
 
 def find_tile_options(model: nn.Module) -> list[str]:
-    """List what can run in tiles: the loss of a model with a head as transformers' models have it, and its MLPs."""
+    """List what can run in tiles, from the least to the most: the loss, then the MLPs, then whole blocks.
+
+    The loss must be that of a model with a head as transformers' models have it. A block runs in tiles if its call of
+    attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs.
+    """
     try:
         has_loss = count_classes(find_head(model).module) > 0
     except NoRegionError:
         has_loss = False
-    if not find_mlps(find_regions(model)):
-        return ["", "tile(loss)"] if has_loss else [""]
-    return ["", "tile(loss)", "tile"] if has_loss else ["", "tile(mlp)"]
+    regions = find_regions(model)
+    parts = ["loss"] if has_loss else []
+    options = ["", *(["tile(loss)"] if has_loss else [])]
+    if find_mlps(regions):
+        parts.insert(0, "mlp")
+        options.append(f"tile({', '.join(parts)})")
+    if any(calls_attention(region.module) for region in regions):
+        options.append(str(Policy(tile=("attention", *parts))))
+    return options
 
 
 def _most_common_dtype(model: nn.Module) -> str:

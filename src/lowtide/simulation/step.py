@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lowtide.applying.report import Report
     from lowtide.hardware.accelerators import Accelerator
     from lowtide.policy import Policy
     from lowtide.recording import Event
@@ -68,6 +69,8 @@ class Recording:
     """How many outputs of dear operators each region kept, by `recompute(keep=...)`."""
     region_seconds: dict[str, dict[str, float]]
     """Seconds of compute by phase and region."""
+    left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Why blocks do not run in tiles as the policy says, and which."""
 
 
 def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
@@ -122,7 +125,16 @@ def record(
         packed={region.name: region.packed_bytes for region in report.regions},
         kept={region.name: region.kept_outputs for region in report.regions},
         region_seconds=tracker.seconds,
+        left_alone=_left_alone(report),
     )
+
+
+def _left_alone(report: Report) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for tiled in report.tiles:
+        if tiled.left_alone:
+            found.setdefault(tiled.left_alone, []).append(tiled.name)
+    return found
 
 
 def _train(

@@ -21,27 +21,35 @@ aten = torch.ops.aten
 
 ALL = slice(None)
 
-_LOWER_RIGHT = ("cuda", "meta")
+_LOWER_RIGHT = ("cuda",)
 """Where flash attention aligns causal masks to the lower right, as `torch.nn.attention.bias` relies on."""
 
 _OVERRIDEABLE = ("xpu", "sim")
 """Devices that implement torch's overrideable fused attention."""
 
+META_STANDS_FOR = "cuda"
+"""The device whose kernels meta tensors take: a simulated device says which it is."""
+
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Return the type of the device whose kernels a tensor takes."""
+    return META_STANDS_FOR if tensor.is_meta else tensor.device.type
 
 
 def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether a fused kernel that gives row sums takes these tensors."""
     if query.shape[-1] != value.shape[-1] or query.shape[1] % key.shape[1]:
         return False
-    kind = query.device.type
+    kind = _kind_of(query)
     if kind not in ("cpu", *_LOWER_RIGHT, *_OVERRIDEABLE):
         return False
     if kind in _LOWER_RIGHT:
         width = query.shape[-1]
         is_taken = query.dtype in (torch.float16, torch.bfloat16) and width <= _WIDEST_HEAD
-        return is_taken and width % _HEAD_MULTIPLE == 0 and (kind == "meta" or _takes_flash(query, key, value))
+        return is_taken and width % _HEAD_MULTIPLE == 0 and _takes_flash(query, key, value)
     return True
 
 
@@ -54,9 +62,9 @@ def _takes_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 
 def kernel_of(query: torch.Tensor) -> Any:
     """Return the operator that computes attention on the query's device."""
-    if query.device.type == "cpu":
+    if _kind_of(query) == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu.default
-    if query.device.type in _OVERRIDEABLE:
+    if _kind_of(query) in _OVERRIDEABLE:
         return aten._scaled_dot_product_fused_attention_overrideable.default
     return aten._scaled_dot_product_flash_attention.default
 
@@ -82,7 +90,7 @@ class Rows(NamedTuple):
         """Return the runs of keys that the rows attend to, and whether each is causal."""
         if not self.is_causal:
             return [(ALL, False)]
-        if key.device.type in _LOWER_RIGHT:
+        if _kind_of(key) in _LOWER_RIGHT:
             return [(slice(0, self.end), True)]
         return [*([(slice(0, self.start), False)] if self.start else []), (slice(self.start, self.end), True)]
 
@@ -92,7 +100,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of a tile's queries to all keys that they may see, and the log-sum-exp of each row."""
     parts = [
-        _forward(query, key[:, :, keys], value[:, :, keys], causal, rows.scale) for keys, causal in rows.pieces(key)
+        run_kernel(query, key[:, :, keys], value[:, :, keys], causal, rows.scale) for keys, causal in rows.pieces(key)
     ]
     out, row_sums = parts[0]
     for other, other_sums in parts[1:]:
@@ -126,10 +134,11 @@ def _groups(query: torch.Tensor, key: torch.Tensor) -> list[tuple[slice, slice]]
     return [(slice(g * width, (g + 1) * width), slice(g, g + 1)) for g in range(key.shape[1])]
 
 
-def _forward(
+def run_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if query.device.type == "cpu":
+    """Run the device's fused kernel. Return attention, and the log-sum-exp of each row."""
+    if _kind_of(query) == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu
         made = [
             run(query[:, heads], *_widened(query[:, heads], key[:, group], value[:, group]), 0.0, causal, scale=scale)
@@ -137,7 +146,7 @@ def _forward(
         ]
         out, row_sums = (torch.cat(column, 1) for column in zip(*made, strict=True)) if len(made) > 1 else made[0]
         return out, row_sums
-    if query.device.type in _OVERRIDEABLE:
+    if _kind_of(query) in _OVERRIDEABLE:
         run = aten._scaled_dot_product_fused_attention_overrideable
         out, row_sums, *_ = run(query, key, value, None, 0.0, causal, scale=scale)
         return out, row_sums
@@ -155,7 +164,7 @@ def _backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    if query.device.type == "cpu":
+    if _kind_of(query) == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu_backward
         wide = _widened(query, key, value)
         dq, dk, dv = run(gradient, query, *wide, out, row_sums, 0.0, causal, scale=scale)
@@ -163,7 +172,7 @@ def _backward(
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return dq, dk, dv
     lengths: tuple[Any, ...] = (None, None, query.shape[2], key.shape[2], 0.0, causal)
-    if query.device.type in _OVERRIDEABLE:
+    if _kind_of(query) in _OVERRIDEABLE:
         run = aten._scaled_dot_product_fused_attention_overrideable_backward
         needs, seeds = [True, True, True, False], _no_seeds(query)
         found = run(gradient, query, key, value, None, needs, out, row_sums, *lengths, *seeds, scale=scale)

@@ -45,7 +45,7 @@ class KeyValueGrads:
         if self._backward != graph_task_id():
             self._sums = {}
             self._backward = graph_task_id()
-            after_backward(self._forget)
+            after_backward(self.forget)
         if which not in self._sums:
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._sums[which] = torch.zeros(shape, dtype=dtype, device=gradient.device)
@@ -61,7 +61,8 @@ class KeyValueGrads:
         sums = self._sums.pop(which, None)
         return None if sums is None else sums.to(dtype)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of all sums."""
         self._sums = {}
         self._backward = -1
 
@@ -161,4 +162,6 @@ class _FusedAttention(torch.autograd.Function):
         if ctx.is_in_order:
             mine = slice(ctx.rows.start, ctx.rows.end)
             own = [ctx.grads.rows(which, mine, query.dtype) if needs[which] else None for which in (0, 1)]
+            if ctx.rows.start == 0:  # the last of all tiles: nothing waits for backward's end, which is far away
+                ctx.grads.forget()
         return None, None, None, None, dq, *own, None, None

@@ -26,7 +26,7 @@ from lowtide.tiling.tiler import run_tiles
 from lowtide.units import parse_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -37,8 +37,11 @@ T = TypeVar("T")
 TILE_BYTES = 1024**3
 """The intermediates of a tile, if no size is given."""
 
-BLOCK_TILE_BYTES = 512 * 1024**2
+BLOCK_TILE_BYTES = 384 * 1024**2
 """The same for a whole block, of which a tile has the attention's intermediates as well."""
+
+MOST_BLOCK_TILES = 64
+"""The most tiles of a block, if no size is given: past it, nearly all is taken by what is whole, and more save little."""
 
 _DEFAULT_EXPANSION = 8
 """A function that is not a module is assumed to make intermediates of eight times its input."""
@@ -135,7 +138,7 @@ def _width(module: nn.Module) -> int:
     """Estimate how many numbers a module computes for one token."""
     experts, used = 1, 1
     width = 0
-    for inner in module.modules():
+    for inner in _layers(module):
         used = max(used, int(getattr(inner, "top_k", 0) or 0))
         features = getattr(inner, "out_features", None)
         if isinstance(features, int):
@@ -147,6 +150,14 @@ def _width(module: nn.Module) -> int:
         lists = [child for child in inner.children() if type(child).__name__ == "ModuleList"]
         experts = max([experts, *(len(child) for child in lists)])  # type: ignore[arg-type]
     return width * used // experts if experts > used else width
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all in it, but not what is in a linear layer: an adapter's parts add to the same output."""
+    yield module
+    if not isinstance(getattr(module, "out_features", None), int):
+        for child in module.children():
+            yield from _layers(child)
 
 
 class TokenGrid:
