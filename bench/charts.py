@@ -60,10 +60,11 @@ def _fault(verdict: Figure | None) -> str:
 
 
 def lines(plot: Lines, result: Result) -> str:
-    """Ratios to the plain row. The first line is drawn last and thinnest: those that coincide are all seen."""
-    plain = result.rows["plain"]
+    """A line for each row. The first is drawn last and thinnest: those that coincide are all seen."""
+    base = result.rows.get(plot.against)
+    least = 0 if base is None else 1
     series = {
-        name: [result.rows[name][figure].value / plain[figure].value for figure in plot.figures]
+        name: [result.rows[name][figure].value / (1 if base is None else base[figure].value) for figure in plot.figures]
         for name in plot.rows
         if name in result.rows
     }
@@ -73,28 +74,31 @@ def lines(plot: Lines, result: Result) -> str:
             "name": name,
             "colour": LINE_COLOURS[place],
             "width": 2 + place,
-            "points": [_point(step, value, most, len(plot.figures)) for step, value in enumerate(values)],
+            "points": [(_x(step, len(plot.figures)), _y(value, least, most)) for step, value in enumerate(series[row])],
             "legend": 60 + 22 * place,
         }
-        for place, (name, values) in enumerate(series.items())
+        for place, (row, name) in enumerate(zip(series, _short(list(series)), strict=True))
     ]
-    ticks = [{"text": f"{value:.1f}", "y": _y(value, most)} for value in _ticks(most)]
+    labels = "{:.1f}" if least else "{:g}"
+    ticks = [{"text": labels.format(value), "y": _y(value, least, most)} for value in _ticks(least, most)]
     steps = [{"text": text, "x": _x(step, len(plot.figures))} for step, text in enumerate(plot.figures.values())]
     return render("lines.svg", plot=plot, series=drawn[::-1], ticks=ticks, steps=steps, frame=PLOT)
 
 
-def _ticks(most: float) -> list[float]:
-    step = 0.2 if most < 2.5 else 0.5  # noqa: PLR2004  (as many lines as can be told apart)
-    return [1 + step * number for number in range(int((most - 1) / step) + 1)]
+def _short(rows: list[str]) -> list[str]:
+    """Names for the legend: without ours, if all are ours."""
+    return [row.removeprefix("Lowtide ") for row in rows] if all(map(is_ours, rows)) else rows
 
 
-def _point(step: int, value: float, most: float, steps: int) -> tuple[str, str]:
-    return _x(step, steps), _y(value, most)
+def _ticks(least: int, most: float) -> list[float]:
+    """As many as can be told apart."""
+    step = next(step for step in (0.2, 0.5, 1, 2, 5, 10, 20) if (most - least) / step < 8)  # noqa: PLR2004
+    return [least + step * number for number in range(int((most - least) / step) + 1)]
 
 
 def _x(step: int, steps: int) -> str:
     return f"{PLOT['left'] + (PLOT['right'] - PLOT['left']) * step / (steps - 1):.1f}"
 
 
-def _y(value: float, most: float) -> str:
-    return f"{PLOT['bottom'] - (PLOT['bottom'] - PLOT['top']) * (value - 1) / (most - 1):.1f}"
+def _y(value: float, least: int, most: float) -> str:
+    return f"{PLOT['bottom'] - (PLOT['bottom'] - PLOT['top']) * (value - least) / (most - least):.1f}"

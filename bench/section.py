@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Say = Callable[[str, int, int], None]
     """Told what is being measured, how many measurements are done, and how many there are."""
 
-NAMES = ("overhead", "selective", "freed", "virtual_clock", "tiling", "loss", "disk", "tools")
+NAMES = ("overhead", "selective", "freed", "virtual_clock", "tiling", "attention", "loss", "disk", "tools")
 """In the order in which they run and are shown."""
 
 
@@ -39,6 +39,8 @@ class Lines:
     """By figure: what stands on the horizontal axis."""
     rows: tuple[str, ...]
     axis: str
+    against: str = "plain"
+    """The row that all others are divided by; with `""`, none is, and the plot begins at zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
