@@ -9,7 +9,9 @@
     recompute+offload(disk=/scratch)             recompute, with the inputs in a private file in /scratch
     recompute+offload(disk=/scratch, limit=1TB, verify)    ... of at most 1 TB per process, with checksums
     recompute+offload(host=8GiB, disk=/scratch)  host memory first, the disk past 8 GiB
-    tile                            run MLPs, mixtures of experts and the loss in tiles of tokens
+    tile                            run blocks with their attention, MLPs and the loss in tiles of tokens, where a
+                                    model takes them
+    tile(attention, tokens=8k)      only blocks, with all that is in them
     tile(mlp, tokens=8k)            only MLPs and experts, in tiles of 8192 tokens (or shards=8: in eight tiles)
     tile(loss, loss_tokens=512)     only the loss
     recompute+offload+tile          all of it
