@@ -534,6 +534,25 @@ CHECKPOINT_HOOKS = "torch.utils.checkpoint"
 """What `hooks_module` returns inside a checkpoint."""
 
 
+def checkpoint_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the innermost saved-tensor hooks if they are a checkpoint's, of its forward or of its recompute.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.10. Public replacement: none.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    is_checkpoint = hooks is not None and getattr(hooks[0], "__module__", None) == CHECKPOINT_HOOKS
+    return hooks if is_checkpoint else None
+
+
+def like_hook(hook: C, original: Any) -> C:
+    """Let a hook that calls torch's pass for it: a checkpoint is told by its hooks' names, not by us alone.
+
+    `torch.utils.checkpoint._checkpoint_hook` and `_recomputation_hook`, 2.10. Public replacement: none.
+    """
+    hook.__module__, hook.__qualname__ = original.__module__, original.__qualname__
+    return hook
+
+
 def is_inside_checkpoint() -> bool:
     """Return whether a checkpoint around this place decides what is saved; then its hooks must see the inputs.
 

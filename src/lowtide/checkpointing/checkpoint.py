@@ -26,6 +26,7 @@ from lowtide._torch import (
 from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
 from lowtide.checkpointing.keeping import keeping_of
 from lowtide.checkpointing.kept_operators import KeptOperators
+from lowtide.checkpointing.saved_versions import handed_out_checked, noting
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import entered_after, with_offload
 from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
@@ -284,7 +285,7 @@ class _Replay:
     After the first run it holds the tree of the arguments, but none of their tensors.
     """
 
-    __slots__ = ("_first", "_function", "_ledger", "_state", "_transforms", "_tree", "kept", "on_entry")
+    __slots__ = ("_first", "_function", "_ledger", "_state", "_transforms", "_tree", "_versions", "kept", "on_entry")
 
     def __init__(
         self,
@@ -301,6 +302,7 @@ class _Replay:
         self._tree = tree
         self._state = state
         self._ledger = ledger
+        self._versions: dict[int, int] = {}
         self.kept: KeptCall | None = None
         self.on_entry: Callable[[], None] | None = None
 
@@ -313,7 +315,8 @@ class _Replay:
                 on_entry()
             if state is not None:
                 state.note()
-            result = self._function(*args, **kwargs) if kept is None else kept.run(self._function, args, kwargs)
+            with handed_out_checked(self._ledger.name, self._versions):
+                result = self._function(*args, **kwargs) if kept is None else kept.run(self._function, args, kwargs)
             if state is not None:
                 state.settle()
             return result
@@ -329,6 +332,7 @@ class _Replay:
             raise recomputation_stop(error) from error
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.kept is None:
-            return self._function(*args, **kwargs)
-        return self.kept.run_again(self._function, args, kwargs)
+        with noting(self._versions):
+            if self.kept is None:
+                return self._function(*args, **kwargs)
+            return self.kept.run_again(self._function, args, kwargs)

@@ -1,0 +1,72 @@
+"""Refuses a gradient from a tensor that its region changes in place after autograd has saved it.
+
+Plain autograd notes the version of each tensor that it saves, and refuses one that has another when backward asks for
+it. Hooks take that check away, and torch's checkpoint has no other: what it recomputes is handed out with all that the
+rest of the recompute wrote to it. So a recompute notes the version of each tensor as it is saved, and it is compared
+when the tensor is handed out.
+
+What is refused here, plain autograd refuses, too. The reverse does not hold: a recompute ends with the last tensor that
+is saved, and does not repeat what the region changes after that. The tensor then holds what was saved, its gradient is
+right, and it is handed out. With `early_stop=False` everything is repeated, and both refuse the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide._torch import checkpoint_hooks, like_hook, version_of
+from lowtide.errors import InPlaceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    Pack = Callable[[torch.Tensor], Any]
+    Unpack = Callable[[Any], torch.Tensor]
+
+_NO_HOOKS = contextlib.nullcontext()
+
+
+def handed_out_checked(region: str, versions: dict[int, int]) -> AbstractContextManager[Any]:
+    """Let what the forward inside saves be compared with `versions` when backward asks for it."""
+    hooks = checkpoint_hooks()
+    if hooks is None:  # a context of the user's has hooks of its own, and the checkpoint's see nothing
+        return _NO_HOOKS
+    return saved_tensors_hooks(hooks[0], functools.partial(_hand_out, region, versions, hooks[1]))
+
+
+def noting(versions: dict[int, int]) -> AbstractContextManager[Any]:
+    """Note in `versions`, by identity, the version of each tensor that the recompute inside saves."""
+    hooks = checkpoint_hooks()
+    if hooks is None:
+        return _NO_HOOKS
+    return saved_tensors_hooks(like_hook(functools.partial(_note, versions, hooks[0]), hooks[0]), hooks[1])
+
+
+def _note(versions: dict[int, int], pack: Pack, tensor: torch.Tensor) -> Any:
+    """Note the version of a tensor as it is saved, and let the checkpoint keep it."""
+    version = version_of(tensor)
+    # Torch hands out the object that it is given, unless that has a graph. Saved again, changed, it is another object.
+    if tensor.requires_grad or versions.get(id(tensor), version) != version:
+        tensor = tensor.detach()
+    versions[id(tensor)] = version
+    return pack(tensor)
+
+
+def _hand_out(region: str, versions: dict[int, int], unpack: Unpack, packed: Any) -> torch.Tensor:
+    """Return what torch's checkpoint has recomputed, unless it was changed since it was saved."""
+    tensor = unpack(packed)
+    version = versions.get(id(tensor))
+    if version is not None and version != version_of(tensor):
+        raise InPlaceError(
+            f"region {region!r}: a tensor needed for backward is modified by an inplace operation in the region "
+            f"itself, after it was saved (it was at version {version} and is then at version {version_of(tensor)}). "
+            "Modify a copy of it instead, for example x = x + 1 instead of x += 1"
+        )
+    return tensor
