@@ -79,11 +79,12 @@ def with_table(text: str) -> str:
 def what_was_applied(ours: list[Record]) -> str:
     """Say with which policies Lowtide was judged, and how many architectures took each."""
     modes = collections.Counter(mode for record in ours if record.status == "audited" for mode in record.verdicts)
-    both, mlp, loss = (modes[policy] for policy in TILED)
-    neither = modes["recompute"] - both - mlp - loss
+    both, blocks, mlp, loss = (modes[policy] for policy in TILED)
+    neither = modes["recompute"] - both - blocks - mlp - loss
     return (
         "Lowtide was judged with `recompute`, and with tiles of 8 tokens where the architecture takes them: "
-        f"{both} take `tile`, {mlp} only `tile(mlp)`, {loss} only `tile(loss)`, and {neither} neither. Most of the "
+        f"{both} take `tile`, {blocks} `tile(attention, mlp)`, {mlp} only `tile(mlp)`, {loss} only `tile(loss)`, and "
+        f"{neither} none of them. Most of the "
         "latter have no language-model head and no separate MLP module. Offload is not part of the zoo, because it "
         "needs a device."
     )

@@ -14,6 +14,7 @@
     |-- CacheError               a recompute would need a key-value cache [RuntimeError]
     |-- NoRegionError            the model has no region that a policy could act on [ValueError]
     |-- NotTokenWiseError        a module cannot be tiled: it mixes tokens [ValueError]
+    |   `-- CannotCutError       a block's call has arguments that cannot be cut along its tokens
     |-- LogitsNotComputedError   the logits were deferred, and something reads them [AttributeError]
     |-- PlanError                a training step cannot be simulated [RuntimeError]
     |   |-- DoesNotFitError      no policy fits the budget
@@ -88,6 +89,10 @@ class NoRegionError(LowtideError, ValueError):
 
 class NotTokenWiseError(LowtideError, ValueError):
     """A module that should be tiled computes something for one token that depends on other tokens."""
+
+
+class CannotCutError(NotTokenWiseError):
+    """A block's call cannot be cut along its tokens. Its text is the reason, without the block's name."""
 
 
 class LogitsNotComputedError(LowtideError, AttributeError):

@@ -9,7 +9,6 @@ import lowtide
 from lowtide import Policy
 from lowtide.errors import InvalidValueError
 
-
 ALL = ("attention", "mlp", "loss")
 
 
@@ -82,7 +81,7 @@ def test_sizes_are_described_for_people():
     ("mapping", "expected"),
     [
         ({"recompute": True, "offload": True}, Policy(recompute=True, offload="host")),
-        ({"tile": ["loss"], "tiled_mlp": True}, "tile"),
+        ({"tile": ["loss"], "tiled_mlp": True}, "tile(mlp, loss)"),
         ({"tiled_mlp": True, "tile": False}, "none"),
         ({"tile": {"loss"}}, "tile(loss)"),
         ({"recompute": True, "tile": None, "overrides": None}, "recompute"),
@@ -103,7 +102,8 @@ def test_sizes_are_described_for_people():
         ({"activation_offloading": True}, "offload"),
         ({"tile": True}, "tile"),
         ({"tile": "loss", "loss_tokens": "1k"}, "tile(loss, loss_tokens=1024)"),
-        ({"tile": ["loss", "mlp"]}, "tile"),
+        ({"tile": ["loss", "mlp"]}, "tile(mlp, loss)"),
+        ({"tile": ["loss", "mlp", "attention"]}, "tile"),
         ({"tiled_mlp": True, "tiled_mlp_num_shards": 8}, "tile(mlp, shards=8)"),
         ({"activation_offloading": "hidden_states"}, "recompute+offload"),
         ({"use_gradient_checkpointing": "unsloth"}, "recompute+offload"),

@@ -22,7 +22,7 @@ def test_a_choice_becomes_a_policy():
     choice = dict.fromkeys(names, "recompute")
     choice |= dict.fromkeys(names[:4], "none") | dict.fromkeys(names[4:9], "offload")
     policy = as_policy(choice, "tile")
-    assert policy.tile == ("mlp", "loss")
+    assert policy.tile == ("attention", "mlp", "loss")
     for name in names:
         chosen = policy.for_region(name)
         assert (

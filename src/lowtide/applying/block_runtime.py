@@ -15,10 +15,10 @@ from lowtide._torch import graph_task_id
 from lowtide.applying.caches import CacheDropper, holds_cache
 from lowtide.checkpointing.kept_outputs import COMPUTE
 from lowtide.compat import recorded_outputs
-from lowtide.errors import NotTokenWiseError
+from lowtide.errors import CannotCutError, NotTokenWiseError
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.attention_kernels import kernel_of
-from lowtide.tiling.block_arguments import CannotCutError, hidden_states
+from lowtide.tiling.block_arguments import hidden_states
 from lowtide.tiling.block_trial import BlockTrial
 from lowtide.tiling.collectives import has_several_ranks, is_distributed, largest_in
 from lowtide.tiling.hooks import inner_hooks
@@ -58,7 +58,7 @@ class BlockRuntime:
         self._ledger = ledger
         self._inner = tuple(inner)
         self._keeping = keeping
-        self._caches = CacheDropper(ledger.name, guard)
+        self._caches = CacheDropper(ledger.name, note=guard.note_cache, warn=guard.warn_once)
         self._probe = probe
         self._may_be_left_alone = policy.tiles_what_it_can
         self._tried: dict[_Case, list[Any] | CannotCutError] = {}

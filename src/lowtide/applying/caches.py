@@ -18,11 +18,9 @@ from lowtide._torch import pytree
 from lowtide.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from torch import nn
-
-    from lowtide.applying.guard import Guard
 
 CACHE_KEYWORDS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Keywords under which models hand key-value caches to their layers."""
@@ -113,9 +111,10 @@ class DroppedCaches:
 class CacheDropper:
     """Drops the key-value caches that a region or a block is given in training, and tells the guard about them."""
 
-    def __init__(self, name: str, guard: Guard) -> None:
+    def __init__(self, name: str, *, note: Callable[[Any, set[int], str], None], warn: Callable[[str], None]) -> None:
         self._name = name
-        self._guard = guard
+        self._note = note
+        self._warn = warn
         self._layers: set[int] | None = None
         """The layers of a cache that it writes to; known once it was given one."""
 
@@ -131,8 +130,8 @@ class CacheDropper:
             self._layers = cache_layers(module)
         for cache in caches:
             refuse_content(cache, self._layers, self._name)
-            self._guard.note_cache(cache, self._layers, self._name)
-        self._guard.warn_once(f"key-value caches are dropped in training (first seen in {self._name})")
+            self._note(cache, self._layers, self._name)
+        self._warn(f"key-value caches are dropped in training (first seen in {self._name})")
         return tuple(None if is_cache(arg) else arg for arg in args), {**kwargs, **dict.fromkeys(keywords)}
 
 

@@ -44,7 +44,7 @@ class RegionRuntime:
         self._memory = memory
         self._habits = Habits()
         self._keeping = region.keeping
-        self._caches = CacheDropper(region.ledger.name, guard)
+        self._caches = CacheDropper(region.ledger.name, note=guard.note_cache, warn=guard.warn_once)
 
     def is_active(self, module: nn.Module) -> bool:
         """Return whether a backward may come. If it seems that none will, the guard sees to it that none does."""

@@ -87,14 +87,16 @@ class Calls:
     def runs_in_backward(self, name: str) -> int:
         """Return how often a block ran again.
 
-        Engines that replace a block's `forward` run it without its hooks. Then the modules inside it tell: the median
-        of how often those that forward called were called again, for a few may come after an early stop.
+        Engines that replace a block's `forward` run it without its hooks. Then the modules inside it tell: most of
+        those that forward called must have been called again, for a few may come after an early stop, and the block
+        ran as often as the one that was called the fewest times, for tiles may project keys and values once more.
         """
         if self.backward[name] or not self.forward[name]:
             return self.backward[name]
-        parts = list(_called_parts(name, self._children, self.forward))
-        again = sorted(-(-self.backward[part] * self.forward[name] // self.forward[part]) for part in parts)
-        return again[(len(again) - 1) // 2] if again else 0
+        parts = list(_innermost_parts(name, self._children, self.forward))
+        again = [-(-self.backward[part] * self.forward[name] // self.forward[part]) for part in parts]
+        called_again = [count for count in again if count]
+        return min(called_again) if 2 * len(called_again) > len(again) else 0
 
     def __enter__(self) -> Self:
         for name in self._modules:
@@ -159,13 +161,14 @@ def takes_hooks(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule)
 
 
-def _called_parts(name: str, children: dict[str, list[str]], calls: collections.Counter[str]) -> Iterator[str]:
-    """Yield the outermost modules inside a module that are called; containers are not, but what they contain is."""
+def _innermost_parts(name: str, children: dict[str, list[str]], calls: collections.Counter[str]) -> Iterator[str]:
+    """Yield the modules inside a module that are called and have none inside that is."""
     for child in children.get(name, ()):
-        if calls[child]:
+        inner = list(_innermost_parts(child, children, calls))
+        if inner:
+            yield from inner
+        elif calls[child]:
             yield child
-        else:
-            yield from _called_parts(child, children, calls)
 
 
 def _input_storages(values: Any, block: str) -> list[TrackedStorage]:

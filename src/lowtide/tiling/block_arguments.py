@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.errors import CannotCutError
 from lowtide.tensor_tree import flatten
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 _OTHER_SEQUENCE = ("encoder_", "key_value", "cross_")
 _HIDDEN_DIMS = 3
 _SQUARE_DIMS = 3
-
-
-class CannotCutError(Exception):
-    """A block's call cannot be cut along its tokens. Its text is the reason."""
 
 
 class BlockArguments:

@@ -15,9 +15,10 @@ from torch import nn
 
 from lowtide._torch import no_dispatch_modes, without_parametrize_cache
 from lowtide.counters import TileLedger
+from lowtide.errors import CannotCutError
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.attention_call import seen_by
-from lowtide.tiling.block_arguments import BlockArguments, CannotCutError, sample
+from lowtide.tiling.block_arguments import BlockArguments, sample
 from lowtide.tiling.probe import FAILURES, Trial
 from lowtide.tiling.remains import tolerance_of
 from lowtide.tiling.tiled_block import BlockSettings, recorded, run_block

@@ -41,7 +41,7 @@ BLOCK_TILE_BYTES = 384 * 1024**2
 """The same for a whole block, of which a tile has the attention's intermediates as well."""
 
 MOST_BLOCK_TILES = 64
-"""The most tiles of a block, if no size is given: past it, nearly all is taken by what is whole, and more save little."""
+"""The most tiles of a block, if no size is given: past it, nearly all is what stays whole, and more save little."""
 
 _DEFAULT_EXPANSION = 8
 """A function that is not a module is assumed to make intermediates of eight times its input."""

@@ -27,11 +27,12 @@ import torch
 from lowtide._torch import CHECKPOINT_HOOKS, graph_task_id, hooks_module
 from lowtide.compat import recorded_outputs
 from lowtide.counters import TileLedger
+from lowtide.errors import CannotCutError
 from lowtide.randomness import RandomState, seeded_like
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.attention_call import seen_by
 from lowtide.tiling.attention_kernels import Rows, as_autocast_would, has_kernel
-from lowtide.tiling.block_arguments import BlockArguments, CannotCutError
+from lowtide.tiling.block_arguments import BlockArguments
 from lowtide.tiling.key_values import KeyValueGrads, fused_attention, hand_out, some_keys
 from lowtide.tiling.tile import TokenGrid
 from lowtide.tiling.tiled_function import TiledFunction
