@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.auditing.comparison import NOISE, compare, error_beyond_rounding, relative_errors
+from lowtide.auditing.comparison import NOISE, as_near, compare, error_beyond_rounding, relative_errors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -56,3 +56,23 @@ def test_an_error_is_rounding_up_to_the_floor_and_not_beyond_it():
     beyond = {"weight": large, "small": torch.tensor([1.01 * floor, 2.0], dtype=torch.float64)}
     assert error_beyond_rounding(first, at_floor) == 0
     assert error_beyond_rounding(first, beyond) == pytest.approx(1.01 * floor / 2)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "is_rounding"),
+    [
+        (1e-3, -1e-3, True),
+        (1e-3, 2.9e-3, True),
+        (1e-3, 3.1e-3, False),
+        (1e-7, 1e-3, False),
+        (0.5, 0.5, False),  # double precision has drawn other numbers: it says nothing
+        (1e-3, None, False),
+    ],
+)
+def test_another_rounding_is_about_as_far_from_the_true_gradient(own, other, is_rounding):
+    true = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    plain = (true * (1 + own)).float()
+    candidate = None if other is None else (true * (1 + other)).float()
+    found = as_near({"weight": true}, {"weight": plain}, {"weight": candidate}, ["weight"])
+    assert found == ({"weight"} if is_rounding else set())
+    assert not as_near({}, {"weight": plain}, {"weight": candidate}, ["weight"]), "nothing to judge by"

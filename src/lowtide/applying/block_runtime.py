@@ -61,7 +61,7 @@ class BlockRuntime:
         self._caches = CacheDropper(ledger.name, note=guard.note_cache, warn=guard.warn_once)
         self._probe = probe
         self._may_be_left_alone = policy.tiles_what_it_can
-        self._tried: dict[_Case, list[Any] | CannotCutError] = {}
+        self._tried: dict[_Case, list[Any] | str] = {}
         """What it was tried out as, and the groups of the collectives in it, or why it cannot be cut."""
 
     def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (in training or not)
@@ -79,7 +79,7 @@ class BlockRuntime:
         tiles = self._tiles(hidden, tiled)
         if tiles == 1 and not (tiled.has_partitioned_weights() or has_several_ranks()):
             return self._run_whole(forward, args, kwargs)
-        if isinstance(self._tried.get(case), CannotCutError):
+        if isinstance(self._tried.get(case), str):
             return self._run_whole(forward, args, kwargs)
         refuse_transforms(self._ledger.name)
         _, named = self._caches.dropped(module, (), named)
@@ -89,7 +89,7 @@ class BlockRuntime:
                     self._tried[case] = self._try_out(tiled, named, hidden.shape[1])
                 return self._run(tiled, named, hidden, tiles, self._tried[case])
         except CannotCutError as reason:
-            self._tried[case] = reason
+            self._tried[case] = str(reason)  # the error itself would hold the trial's tensors in its traceback
             if not self._may_be_left_alone:
                 raise self._refusal(module, reason) from reason
             return self._run_whole(forward, args, kwargs, str(reason))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.html import KINDS as COLOURS
 from lowtide.html import LEGEND, TEMPLATES, chart, render, unit_for
-from lowtide.modules import grouped_name, range_of, stack_of
+from lowtide.modules import ancestors, grouped_name, range_of, stack_of
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Report:
             [
                 f"policy {self.policy}: {len(self.regions)} regions",
                 *(_region_line(list(group)) for _, group in itertools.groupby(self.regions, key=_region_group)),
-                *(_tile_line(list(group)) for _, group in itertools.groupby(self.tiles, key=_tile_group)),
+                *(_tile_line(list(group)) for _, group in itertools.groupby(_lines_to_show(self.tiles), key=_tile_group)),
                 *_still_lines(self),
                 *_store_lines(self),
             ]
@@ -135,6 +135,12 @@ def _region_line(group: list[RegionReport]) -> str:
         f"packed {range_of(group, 'packed_bytes')}, restored {range_of(group, 'restored_bytes')}, "
         f"kept {range_of(group, 'kept_bytes')}"
     )
+
+
+def _lines_to_show(tiles: list[TileLedger]) -> list[TileLedger]:
+    """Leave out what never ran by itself, because it is a part of a block that runs in tiles as a whole."""
+    run = {ledger.name for ledger in tiles if ledger.calls}
+    return [ledger for ledger in tiles if ledger.calls or not run.intersection(ancestors(ledger.name))]
 
 
 def _tile_group(ledger: TileLedger) -> tuple[Any, ...]:

@@ -2,17 +2,23 @@
 
 Equal bits need no tolerance. Where the arithmetic has a different order (tiles, fused kernels), a gradient may differ
 by rounding: the noise floor is taken from the model's largest gradient, and the tolerance from the dtype and from how
-much the reference differs from its own rerun. A gradient that is None in one run and zero in the other is the same
-gradient: an expert that no token chose.
+much the reference differs from its own rerun. What exceeds that may still be rounding, in a model that amplifies it:
+the gradients in double precision tell, from which a right run is about as far as the reference.
+
+A gradient that is None in one run and zero in the other is the same gradient: an expert that no token chose.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Gradients = dict[str, Tensor | None]
 """Gradients by parameter name."""
@@ -22,6 +28,12 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, to
 
 NOISE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the model's largest gradient: a gradient below it is rounding."""
+
+_OWN_ERROR = 0.02
+"""The relative error up to which double precision computes the same thing: with other dropout or routing, it is 1."""
+
+_FARTHER = 3.0
+"""How many times as far from the true gradient another rounding of it may be."""
 
 _TINY = 1e-30
 
@@ -94,6 +106,19 @@ def _classify(
         result.different[name] = error
     else:
         result.noise.append(name)
+
+
+def as_near(true: Gradients, expected: Gradients, found: Gradients, names: Iterable[str]) -> set[str]:
+    """Return which of these names have a gradient that is about as near to the true one as the reference's is."""
+    return {name for name in names if _is_as_near(true.get(name), expected[name], found.get(name))}
+
+
+def _is_as_near(true: Tensor | None, reference: Tensor | None, candidate: Tensor | None) -> bool:
+    if true is None or reference is None or candidate is None:
+        return False
+    size = float(true.norm())
+    own, other = (float((gradient.to(true.dtype) - true).norm()) for gradient in (reference, candidate))
+    return own <= _OWN_ERROR * size and other <= _FARTHER * own
 
 
 def relative_errors(expected: Gradients, found: Gradients) -> dict[str, float]:

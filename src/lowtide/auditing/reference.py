@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide._torch import pytree
 from lowtide.auditing.comparison import (
+    as_near,
     checksum,
     compare,
     error_beyond_rounding,
@@ -53,13 +54,14 @@ class Reference:
         self.model = model
         self.experiment = experiment
         self._trained_only: dict[frozenset[str], Observation] = {}
-        self._zeros: dict[frozenset[str] | None, set[str]] = {}
+        self._in_double: dict[frozenset[str] | None, Gradients | None] = {}
         self.first = self._observe(model, experiment)
         rerun = self._observe(model, experiment).gradients
         self.rerun_errors = relative_errors(self.first.gradients, rerun)
         self.rerun_error = error_beyond_rounding(self.first.gradients, rerun)
         self._from_other_ranks: set[str] = set()
         """Parameters that get their gradient from other ranks' batches alone."""
+        self._is_average = on_all_ranks
         if on_all_ranks:
             self._average()
 
@@ -90,7 +92,8 @@ class Reference:
     def compare(self, seen: Observation, trained: frozenset[str] | None = None) -> tuple[Comparison, list[str]]:
         """Compare a run's gradients with the reference's; with `trained`, both are runs in which only these train.
 
-        Also returns the names that were acquitted: their true gradient is zero, and what was compared is rounding.
+        Also returns names that were acquitted because their true gradient is zero: what was compared is rounding.
+        Others are acquitted because the run is as near to the true gradient as the reference, which is rounded, too.
         """
         expected = self.first if trained is None else self.trained_only(trained)
         comparison = compare(expected.gradients, seen.gradients, self.rerun_errors)
@@ -99,6 +102,9 @@ class Reference:
             return comparison, []
         zeros = sorted(set(suspects) & self.zero_by_mathematics(trained))
         comparison.acquit(set(zeros))
+        true = None if self._is_average else self._gradients_in_double(trained)
+        if true is not None:
+            comparison.acquit(as_near(true, expected.gradients, seen.gradients, comparison.different))
         return comparison, zeros
 
     def zero_by_mathematics(self, trained: frozenset[str] | None = None) -> set[str]:
@@ -110,21 +116,24 @@ class Reference:
         parameters without a gradient, which have no rounding either, and those that this rank's batch does not reach:
         other ranks have their gradient.
         """
-        if trained not in self._zeros:
-            self._zeros[trained] = self._find_zeros(trained)
-        return self._zeros[trained]
-
-    def _find_zeros(self, trained: frozenset[str] | None) -> set[str]:
-        try:
-            twin = deep_copy(self.model).double()
-            experiment = dataclasses.replace(self.experiment, batch=_in_double(self.experiment.batch))
-            with contextlib.nullcontext() if trained is None else training_only(twin, trained):
-                gradients = self._observe(twin, experiment).gradients
-        except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
+        gradients = self._gradients_in_double(trained)
+        if gradients is None:
             return set()
         floor = 1e-11 * largest_gradient(gradients)
         zeros = {name for name, gradient in gradients.items() if _vanishes(gradient, floor)}
         return zeros - self._from_other_ranks
+
+    def _gradients_in_double(self, trained: frozenset[str] | None) -> Gradients | None:
+        """Return the plain model's gradients in double precision, or None if it cannot run in it."""
+        if trained not in self._in_double:
+            try:
+                twin = deep_copy(self.model).double()
+                experiment = dataclasses.replace(self.experiment, batch=_in_double(self.experiment.batch))
+                with contextlib.nullcontext() if trained is None else training_only(twin, trained):
+                    self._in_double[trained] = self._observe(twin, experiment).gradients
+            except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
+                self._in_double[trained] = None
+        return self._in_double[trained]
 
 
 def _vanishes(gradient: Tensor | None, floor: float) -> bool:
