@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from lowtide.simulation.step import Recording
 
-_LEAST = 2
-"""The fewest layers of a truncated stack, and the fewest by which the two differ."""
+_LEAST = 3
+"""The fewest layers of a truncated stack: with two, no layer has copies of two others in flight beside its own."""
 
 _POSITIONS = ("idx", "index", "layer_id", "layer_number")
 """Words in the names of attributes that tell a layer's place in its stack."""
@@ -91,7 +91,7 @@ def find_stack(model: nn.Module) -> Stack | None:
     short = prefix + rest + period
     while short < _LEAST:
         short += period
-    long = short + max(period, _LEAST)
+    long = short + max(period, 2)
     return Stack(name, length, prefix, period, short, long) if long < length else None
 
 
