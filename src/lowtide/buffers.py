@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SMALL_BYTES = 64 * 1024
+SMALL_BYTES = 8 * 1024
 """What buffers up to this size held in forward is kept until backward, whether or not anything changes them."""
 
 PACKED_BYTES = 1024**2

@@ -76,3 +76,11 @@ def test_another_rounding_is_about_as_far_from_the_true_gradient(own, other, is_
     found = as_near({"weight": true}, {"weight": plain}, {"weight": candidate}, ["weight"])
     assert found == ({"weight"} if is_rounding else set())
     assert not as_near({}, {"weight": plain}, {"weight": candidate}, ["weight"]), "nothing to judge by"
+
+
+def test_a_gradient_that_plain_rounds_to_the_true_one_by_luck_is_judged_by_the_others():
+    true = {name: torch.tensor([3.0, 4.0], dtype=torch.float64) for name in "abc"}
+    plain = {"a": true["a"].float(), "b": true["b"].float() * (1 + 1e-3), "c": true["c"].float() * (1 - 1e-3)}
+    near, far = true["a"].float() * (1 + 2e-3), true["a"].float() * (1 + 4e-3)
+    assert as_near(true, plain, {"a": near}, ["a"]) == {"a"}
+    assert as_near(true, plain, {"a": far}, ["a"]) == set()

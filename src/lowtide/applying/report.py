@@ -111,11 +111,12 @@ class Report:
         )
 
     def __str__(self) -> str:
+        shown = _lines_to_show(self.tiles)
         return "\n".join(
             [
                 f"policy {self.policy}: {len(self.regions)} regions",
                 *(_region_line(list(group)) for _, group in itertools.groupby(self.regions, key=_region_group)),
-                *(_tile_line(list(group)) for _, group in itertools.groupby(_lines_to_show(self.tiles), key=_tile_group)),
+                *(_tile_line(list(group)) for _, group in itertools.groupby(shown, key=_tile_group)),
                 *_still_lines(self),
                 *_store_lines(self),
             ]

@@ -37,7 +37,7 @@ T = TypeVar("T")
 TILE_BYTES = 1024**3
 """The intermediates of a tile, if no size is given."""
 
-BLOCK_TILE_BYTES = 384 * 1024**2
+BLOCK_TILE_BYTES = 256 * 1024**2
 """The same for a whole block, of which a tile has the attention's intermediates as well."""
 
 MOST_BLOCK_TILES = 64
