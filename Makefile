@@ -13,7 +13,7 @@
 #                writes docs/foreign.json (ten minutes)
 #   make mutants SEED=1 COUNT=10   breaks the engine on purpose, ten times; writes docs/mutants.json (ARGS="--room stores")
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
-#   make plans   the tables of plans in the docs, and the drawings of a step (about ten minutes)
+#   make plans   the tables of plans in the docs, and the drawings of a step (about half an hour)
 #   make docs    the documentation site, in site/
 #   make dist    wheel and source distribution, in dist/
 #   make dist-check   installs the wheel in a clean environment and uses it there
@@ -83,7 +83,8 @@ zoo: .venv/.dev
 	$(BIN)/python bench/zoo_page.py
 
 plans: .venv/.dev
-	$(BIN)/python bench/plan_tables.py
+	$(BIN)/python -m bench.longest_sequences
+	$(BIN)/python -m bench.plan_tables
 	$(BIN)/python bench/step_drawings.py
 
 docs: .venv/.docs

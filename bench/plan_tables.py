@@ -1,4 +1,4 @@
-"""Write docs/plan_tables.md: plans of models that have published figures. Run `python bench/plan_tables.py`.
+"""Write docs/plan_tables.md: plans of models that have published figures. Run `python -m bench.plan_tables`.
 
 Everything in the tables comes from `lowtide.plan`; the published figures are shown beside it, and no plan uses them.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 import lowtide
+from bench import longest_sequences
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def main() -> None:
             f"{case['model']} {case['tokens']}: {plans[-1].best.policy if plans[-1].best else 'nothing fits'}"
         )
     DATA.write_text(json.dumps([row(case, plan) for case, plan in zip(CASES, plans, strict=True)], indent=1))
-    (DOCS / "plan_tables.md").write_text(page(json.loads(DATA.read_text())))
+    longest = json.loads(longest_sequences.DATA.read_text())
+    (DOCS / "plan_tables.md").write_text(page(json.loads(DATA.read_text()), longest))
 
 
 def row(case: dict[str, Any], plan: Plan) -> dict[str, Any]:
@@ -100,9 +102,10 @@ def row(case: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    compared = [line for data in rows if (line := beside(data))]
-    return INTRODUCTION + "\n".join(compared) + "\n" + DIFFERENCES + "".join(section(data) for data in rows)
+def page(rows: list[dict[str, Any]], longest: list[dict[str, Any]]) -> str:
+    compared = "\n".join(line for data in rows if (line := beside(data)))
+    parts = [INTRODUCTION, compared, "\n", DIFFERENCES, longest_sequences.section(longest)]
+    return "".join([*parts, *(section(data) for data in rows)])
 
 
 def beside(data: dict[str, Any]) -> str | None:

@@ -399,6 +399,17 @@ FSDP1_MARK = "_fsdp_flattened"
 """The attribute with which FSDP1 marks parameters that it shards and gathers. 2.10. Public replacement: none."""
 
 
+# --- Attention ------------------------------------------------------------------------------------------------------
+
+
+def is_attention_replaced() -> bool:
+    """Return whether `torch.nn.functional.scaled_dot_product_attention` is not torch's own, as in context parallelism.
+
+    `torch._C._nn.scaled_dot_product_attention`, 2.10. Public replacement: none.
+    """
+    return nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
+
+
 # --- Compilation ----------------------------------------------------------------------------------------------------
 
 

@@ -435,6 +435,21 @@ def test_a_shared_position_bias_is_refused_by_name_or_left_alone():
         assert "left alone: " in str(applied.report())
 
 
+def test_a_block_that_is_left_alone_holds_nothing_of_its_trial():
+    """The error that ended the trial has the trial's frames in its traceback, and they have its tensors."""
+    model = t5().train()
+    batch = attentive.batch("t5")
+    width = next(model.parameters()).shape[1]
+    with lowtide.apply(model, "recompute+tile(attention, mlp, tokens=12)") as applied:
+        model(**batch).loss.backward()
+        model.zero_grad()
+        gc.collect()
+        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch.values())}
+        held = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in known]
+        assert not [tuple(each.shape) for each in held if each.dim() == 3 and each.shape[-1] == width]
+        assert all(tiles.left_alone for tiles in blocks_of(applied))
+
+
 def test_attention_weights_are_refused():
     model, batch = llama(attention="eager")
     with lowtide.apply(model, POLICY), pytest.raises(NotTokenWiseError, match="output_attentions"):
@@ -455,6 +470,43 @@ def test_a_mask_of_blocks_is_refused():
     model, batch = llama(attention="flex_attention", dtype=torch.float32)
     with lowtide.apply(model, POLICY), pytest.raises(NotTokenWiseError, match="its mask is a BlockMask"):
         model(**batch)
+
+
+def flash_stand_in(module, query, key, value, attention_mask, *, scaling=None, **_options):
+    """Compute what a flash attention package does: causal, aligned to the lower right."""
+    rows, columns = query.shape[2], key.shape[2]
+    mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    assert attention_mask is None
+    out = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def flash_llama():
+    interface, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    interface.register("stand_in", flash_stand_in)
+    masks.register("stand_in", lambda **_options: None)
+    model, batch = llama()
+    model.set_attn_implementation("stand_in")
+    yield model, batch
+    del interface._global_mapping["stand_in"], masks._global_mapping["stand_in"]
+
+
+def test_a_flash_package_gets_the_keys_up_to_the_end_of_a_tile(flash_llama, everything_in_double):  # noqa: F811
+    model, batch = flash_llama
+    expected = attentive.step(model, batch)
+    with lowtide.apply(model, POLICY) as applied:
+        assert attentive.error(attentive.step(model, batch), expected) <= 1e-12
+        assert all(tiles.tiles > 1 for tiles in blocks_of(applied))
+
+
+@pytest.mark.parametrize("lengths", [(15, 8), (22, 1), (1, 1, 21)])
+def test_packed_sequences_that_a_flash_package_tells_by_positions_are_refused(flash_llama, lengths):
+    model, batch = flash_llama
+    ids = batch["input_ids"][:, : sum(lengths)]
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(ids)
+    with lowtide.apply(model, POLICY), pytest.raises(NotTokenWiseError, match="position_ids that are not in order"):
+        model(input_ids=ids, position_ids=positions)
 
 
 class LooksAround(nn.Module):

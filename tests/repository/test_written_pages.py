@@ -15,6 +15,7 @@ import lowtide.auditing
 import lowtide.hardware
 import lowtide.planning
 import lowtide.simdevice
+from bench import longest_sequences, plan_tables
 from lowtide.hardware.accelerators import load_table
 from lowtide.targets.target import known_models
 from models.tiny import IS_4
@@ -35,9 +36,14 @@ def test_the_zoo_page_shows_the_records():
 
 
 def test_the_plan_tables_show_the_plans():
-    assert (DOCS / "plan_tables.md").read_text() == _program("plan_tables").page(
-        json.loads((DOCS / "plans.json").read_text())
-    )
+    plans, longest = (json.loads((DOCS / name).read_text()) for name in ("plans.json", "longest.json"))
+    assert (DOCS / "plan_tables.md").read_text() == plan_tables.page(plans, longest)
+
+
+def test_every_longest_sequence_of_the_tables_is_known():
+    longest = json.loads((DOCS / "longest.json").read_text())
+    assert [row["case"] for row in longest] == longest_sequences.CASES
+    assert all([fit["policy"] for fit in row["rows"]] == list(longest_sequences.POLICIES) for row in longest)
 
 
 def test_the_page_about_plans_names_all_that_is_known():

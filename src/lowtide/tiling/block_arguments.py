@@ -54,6 +54,13 @@ class BlockArguments:
         pairs = zip(tensors, self._dims, strict=True)
         return [tensor.detach() if dim is None else tensor.detach()[:1] for tensor, dim in pairs]
 
+    def are_packed(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether position ids leave out numbers or begin anew, as where sequences are packed into one."""
+        rest = iter(tensors)
+        taken = {name: [next(rest) for _ in range(count)] for name, _, count in self._trees}
+        ids = [tensor for name, found in taken.items() if "position_ids" in name for tensor in found]
+        return any(bool((tensor.diff(dim=0) != 1).any()) for tensor in ids if not tensor.is_meta)
+
     def filled(self, rows: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a tile, by name, from its rows."""
         parts = iter([_in_place(row, dim) for row, dim in zip(rows, self._dims, strict=True)])

@@ -21,7 +21,7 @@ from lowtide.tiling.attention_call import seen_by
 from lowtide.tiling.block_arguments import BlockArguments, sample
 from lowtide.tiling.probe import FAILURES, Trial
 from lowtide.tiling.remains import tolerance_of
-from lowtide.tiling.tiled_block import BlockSettings, recorded, run_block
+from lowtide.tiling.tiled_block import AttentionCall, BlockSettings, recorded, refuse_other_ranks, run_block
 from lowtide.tiling.tiled_function import TiledFunction, gathered
 from lowtide.tiling.twin import twin_of
 
@@ -142,6 +142,7 @@ class _TokenWiseAttention:
         if self._module is module:
             raise CannotCutError("it computes attention more than once")
         self._module = module
+        refuse_other_ranks(AttentionCall(function, module, query, key, value, None, options))
         if query.shape[2] != key.shape[2]:
             raise CannotCutError(f"its attention has {key.shape[2]} keys for {query.shape[2]} tokens")
         groups = query.shape[1] // key.shape[1]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch import CHECKPOINT_HOOKS, graph_task_id, hooks_module
+from lowtide._torch import CHECKPOINT_HOOKS, graph_task_id, hooks_module, is_attention_replaced
 from lowtide.compat import recorded_outputs
 from lowtide.counters import TileLedger
 from lowtide.errors import CannotCutError
@@ -61,9 +61,14 @@ class AttentionCall(NamedTuple):
     options: dict[str, Any]
 
     @property
+    def reaches_other_ranks(self) -> bool:
+        """Whether it attends to tokens that other ranks have: Ulysses, or torch's context parallelism."""
+        return _module_of(self.function).startswith("deepspeed.") or (self.is_sdpa and is_attention_replaced())
+
+    @property
     def is_sdpa(self) -> bool:
         """Whether it is transformers' call of torch's own attention."""
-        return getattr(self.function, "__module__", None) == _SDPA
+        return _module_of(self.function) == _SDPA
 
     @property
     def is_flash(self) -> bool:
@@ -86,6 +91,10 @@ class AttentionCall(NamedTuple):
         )
         is_plain = self.is_sdpa and self.mask is None and not has_extras
         return is_plain and has_kernel(self.query, self.key, self.value)
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__module__", None) or ""
 
 
 class _AtAttention(BaseException):  # not an Exception: models catch those
@@ -155,6 +164,8 @@ def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSet
     tensors = arguments.take()
     look = _look(tiled.function, arguments, tensors)
     _refuse_unusual(look.call, batch)
+    if look.call.is_flash and arguments.are_packed(tensors):
+        raise CannotCutError("its flash attention takes position_ids that are not in order for packed sequences")
     grid = TokenGrid(torch.Size((length,)), settings.tiles)
     in_order = settings.agree(look.call.is_fused and look.call.is_causal and not look.draws)
     seeds = torch.randint(2**62, (settings.tiles,)).tolist() if look.draws else None
@@ -183,12 +194,21 @@ def _look(forward: Callable[..., Any], arguments: BlockArguments, tensors: Seque
 
 
 def _refuse_unusual(call: AttentionCall, batch: int) -> None:
+    refuse_other_ranks(call)
     if call.key.shape[2] != 1 or call.query.shape[2] != 1 or call.key.shape[0] != batch:
         raise CannotCutError(f"its attention has {call.key.shape[2]} keys for one token")
     if call.is_flash and call.mask is not None:
         raise CannotCutError("its flash attention gets a padding mask, whose rows cannot be told from its columns")
     if call.options.get("output_attentions"):
         raise CannotCutError("it returns attention weights, which tiles would return in parts")
+
+
+def refuse_other_ranks(call: AttentionCall) -> None:
+    """Refuse attention to tokens of other ranks: a tile's keys would be those of this rank alone."""
+    if call.reaches_other_ranks:
+        raise CannotCutError(
+            "its attention is replaced by one that may reach the tokens of other ranks (context parallelism, Ulysses)"
+        )
 
 
 class _Block:
