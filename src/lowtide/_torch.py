@@ -403,23 +403,95 @@ FSDP1_MARK = "_fsdp_flattened"
 
 
 def is_attention_replaced() -> bool:
-    """Return whether `torch.nn.functional.scaled_dot_product_attention` is not torch's own, as in context parallelism.
+    """Return whether `torch.nn.functional.scaled_dot_product_attention` is somebody's, as in context parallelism.
 
-    `torch._C._nn.scaled_dot_product_attention`, 2.10. Public replacement: none.
+    That of a simulation is ours. `torch._C._nn.scaled_dot_product_attention`, 2.10. Public replacement: none.
     """
-    return nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
+    function = nn.functional.scaled_dot_product_attention
+    is_ours = (getattr(function, "__module__", None) or "").startswith("lowtide.")
+    return function is not torch._C._nn.scaled_dot_product_attention and not is_ours
 
 
 # --- Compilation ----------------------------------------------------------------------------------------------------
 
 
-def disable_dynamo(function: C) -> C:
-    """Make `function` a break of the graph in compiled code: what is inside runs eagerly unless compiled itself.
+swap_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+"""Let another compiler, or none, look into the functions that this thread calls, and return the one that did.
 
-    `torch._disable_dynamo`, 2.10. Public replacement: `torch.compiler.disable`, which imports the compiler (a second
-    or two) as the decorator is applied.
+`torch._C._dynamo.eval_frame.set_eval_frame`, 2.10. Public replacement: none; `torch.compiler.disable` sends the
+compiler away from all that is inside, and nothing calls it back."""
+
+
+def graph_break(reason: str) -> Callable[[C], C]:
+    """Make a function a break of the graph in compiled code. It must first send the compiler away (`swap_compiler`).
+
+    With `fullgraph=True`, torch's error gives the reason. `torch._C._dynamo.eval_frame.set_code_exec_strategy`, and the
+    attributes by which `torch.compiler.disable` marks its functions, 2.10. Public replacement: that decorator, which
+    imports the compiler (a second or two) as it is applied.
     """
-    return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
+
+    def mark(function: C) -> C:
+        frames = torch._C._dynamo.eval_frame
+        plainly = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, plainly)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def outside_graph(function: C) -> C:
+    """Make a function a break of the graph in compiled code, with all that it calls.
+
+    This is `torch.compiler.disable`, which imports the compiler (a second or two) as the decorator is applied.
+    """
+
+    @functools.wraps(function)
+    @graph_break("this is Lowtide's own work, and no part of a graph")
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        compiler = swap_compiler(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            swap_compiler(compiler)
+
+    return outside  # type: ignore[return-value]
+
+
+class CompiledCall:
+    """A function that a compiler looks into, as it would have without the break of the graph around it.
+
+    `_torchdynamo_orig_callable` is the name by which torch, too, knows what a compiled function was made of.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiler: Any) -> None:
+        self._torchdynamo_orig_callable = function
+        self._compiler = compiler
+
+    @graph_break("a function of compiled code is called from outside of it")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self._torchdynamo_orig_callable
+        before = swap_compiler(self._compiler)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            swap_compiler(before)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._torchdynamo_orig_callable)
+
+
+def compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Compile a function with the settings that another was compiled with; None if torch does not tell them.
+
+    The variable `self` of functions that `torch.compile` returns, 2.10. Public replacement: none.
+    """
+    variables = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    if "self" not in variables:
+        return None
+    return compiled.__closure__[variables.index("self")].cell_contents(function)  # type: ignore[no-any-return]
 
 
 def uncompiled(function: C) -> C:

@@ -177,18 +177,23 @@ def test_adapters_have_the_type_that_is_asked_for_whatever_the_bases(base: str, 
     assert kinds == {True: {DTYPES[dtype]}, False: {DTYPES[base]}}
 
 
-def test_a_model_without_mlps_of_their_own_is_planned_with_a_tiled_loss():
+def test_a_model_without_mlps_of_their_own_is_planned_with_tiled_blocks_and_a_tiled_loss():
     config = transformers.BertConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, vocab_size=512
     )
     plan = lowtide.plan(config, tokens=512, device="L40S")
-    assert len(plan.candidates) == 2 * len(REGION_POLICIES)
+    recomputing = [policy for policy in REGION_POLICIES if policy.startswith("recompute")]
+    assert len(plan.candidates) == 2 * len(REGION_POLICIES) + len(recomputing)
     assert not any("mlp" in candidate.policy for candidate in plan.candidates)
     card = dataclasses.replace(find_accelerator("L40S"), memory=2**30)
     found = find_max(config, Job(tokens=512), card, dimension="batch_size")
     assert [row.policy for row in found] == [
-        "none", "recompute", "recompute+tile(loss)", "recompute+offload+tile(loss)"
-    ]  # fmt: skip
+        "none",
+        "recompute",
+        "recompute+tile(loss)",
+        "recompute+offload+tile(loss)",
+        "recompute+offload+tile(attention, loss)",  # attention with dropout is not kept in tiles
+    ]
 
 
 def test_more_tokens_than_a_model_has_positions_are_named():

@@ -11,7 +11,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lowtide._torch import graph_task_id
+from lowtide._torch import graph_task_id, uncompiled
 from lowtide.applying.caches import CacheDropper, holds_cache
 from lowtide.checkpointing.kept_outputs import COMPUTE
 from lowtide.compat import recorded_outputs
@@ -74,7 +74,7 @@ class BlockRuntime:
         hidden = None if named is None else hidden_states(named)
         if named is None or hidden is None or is_distributed(hidden) or _reads_cache(module, named):
             return self._run_whole(forward, args, kwargs, "its hidden states are not batch, tokens, features")
-        tiled = TiledFunction(functools.partial(_run_bare, self._inner, forward), module)
+        tiled = TiledFunction(_BareForward(self._inner, forward), module)
         case = _Case.of(module, named)
         tiles = self._tiles(hidden, tiled)
         if tiles == 1 and not (tiled.has_partitioned_weights() or has_several_ranks()):
@@ -111,7 +111,8 @@ class BlockRuntime:
         if not self._probe or length == 1:
             return []
         hooks = inner_hooks(tiled.module)
-        finding = BlockTrial(self._ledger.name, tiled, named, length).run(hooks)
+        plain = TiledFunction(uncompiled(tiled.function), tiled.module)
+        finding = BlockTrial(self._ledger.name, plain, named, length).run(hooks)
         if finding.fault is not None:
             raise CannotCutError(finding.fault)
         return finding.groups
@@ -187,15 +188,26 @@ def _keep_tile(outputs: KeptOutputs, index: int) -> Callable[..., Any]:
     return keep
 
 
-def _run_bare(inner: Sequence[TileRuntime], forward: Callable[..., Any], **named: Any) -> Any:
-    """Run a block's forward without the tiles of the modules in it."""
-    for runtime in inner:
-        runtime.suspended += 1
-    try:
-        return forward(**named)
-    finally:
-        for runtime in inner:
-            runtime.suspended -= 1
+class _BareForward:
+    """A block's forward without the tiles of the modules in it."""
+
+    def __init__(self, inner: Sequence[TileRuntime], forward: Callable[..., Any]) -> None:
+        self._inner = inner
+        self._forward = forward
+
+    def __call__(self, **named: Any) -> Any:
+        for runtime in self._inner:
+            runtime.suspended += 1
+        try:
+            return self._forward(**named)
+        finally:
+            for runtime in self._inner:
+                runtime.suspended -= 1
+
+    @property
+    def _torchdynamo_orig_callable(self) -> _BareForward:
+        """The same without compilation, by the name under which torch's compiled functions have it."""
+        return _BareForward(self._inner, uncompiled(self._forward))
 
 
 def _named_arguments(

@@ -23,8 +23,8 @@ import torch
 
 from lowtide._torch import (
     after_backward,
-    disable_dynamo,
     graph_task_id,
+    outside_graph,
     pytree,
     runs_compiled_backward,
     saved_fields,
@@ -142,7 +142,7 @@ class Guard:
             handle.remove()
         self._without_gradients.clear()
 
-    @disable_dynamo  # compiled autograd would look into it
+    @outside_graph  # compiled autograd would look into it
     def _reach(self, region: WatchedRegion) -> None:
         if self.is_checked(region):
             return

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._torch import outside_graph
 from lowtide.errors import InvalidValueError
 from lowtide.losses.deferred import DeferredLogits
 from lowtide.losses.head_loss import count_classes, head_loss
@@ -72,6 +73,7 @@ class HeadRuntime:
         if _REQUEST in kwargs:
             return head_loss(TiledFunction(forward, head), hidden, kwargs[_REQUEST], self._ledger, self._tokens)
 
+        @outside_graph
         def make_loss(hidden: torch.Tensor, request: LossRequest) -> torch.Tensor:
             return self._make_loss(TiledFunction(forward, head), hidden, request)
 

@@ -10,6 +10,9 @@ reference as it did before.
 
 To those who look at it, it is the module's forward: it has its signature, by which the Trainer chooses a batch's
 columns, and a function that can be bound again, as accelerate does.
+
+A module that is compiled in place (`module.compile()`, before or after the policy) has its forward compiled inside the
+seam. In the graph of compiled code around it, a seam is a break; what it runs inside is compiled as it would have been.
 """
 
 from __future__ import annotations
@@ -17,9 +20,18 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
-from lowtide._torch import disable_dynamo, make_data_parallel_refuse
+import torch
+
+from lowtide._torch import (
+    COMPILED_CALL,
+    CompiledCall,
+    compiled_like,
+    graph_break,
+    make_data_parallel_refuse,
+    swap_compiler,
+)
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
@@ -54,6 +66,7 @@ class Seam:
         """The handle that installed this seam; None once it is removed, and in copies."""
         self.replaced = _below_ended_seams(module.__dict__.get("forward"))  # somebody else's, if there was one
         self._module = weakref.ref(module)
+        self._compiled: _Compiled | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -63,11 +76,24 @@ class Seam:
             raise LowtideError("the module of this forward is gone: call the module, not a forward taken from it")
         return module
 
-    # To torch.compile this is a break of the graph: what is inside runs eagerly, unless it is compiled itself.
-    @disable_dynamo
+    @graph_break(
+        "a Lowtide policy acts on this module, and what it does is no part of a graph. Compile without fullgraph=True, "
+        "or compile the model's blocks instead of the whole, each in place: layer.compile(fullgraph=True)"
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiler = swap_compiler(None)
+        try:
+            return self._call(compiler, args, kwargs)
+        finally:
+            swap_compiler(compiler)
+
+    def _call(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.module
         forward = self._original_forward(module)
+        if self._compiled is not None:
+            forward = self._compiled.forward
+        elif compiler is not None:
+            forward = CompiledCall(forward, compiler)
         if self.runtime is None or not self.runtime.is_active(module):
             return forward(*args, **kwargs)
         return self.runtime.run(module, forward, args, kwargs)
@@ -93,8 +119,19 @@ class Seam:
 
     def install(self) -> None:
         """Put this in the place of the module's forward."""
-        self.module.__dict__["forward"] = self
-        make_data_parallel_refuse(self.module, _refuse_data_parallel)
+        module = self.module
+        if not isinstance(self.replaced, Seam):
+            self._compiled = _Compiled.take(module, self._original_forward(module))
+        module.__dict__["forward"] = self
+        module.__dict__["compile"] = _CompileInside(self)
+        make_data_parallel_refuse(module, _refuse_data_parallel)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's forward inside this seam: what `module.compile()` means while a policy is in force."""
+        if isinstance(self.replaced, Seam):
+            self.replaced.compile(*args, **kwargs)
+        else:
+            self._compiled = _Compiled(self._original_forward(self.module), args, kwargs)
 
     def remove(self) -> None:
         """Put back what was replaced, or run plainly from now on if somebody has wrapped this seam since."""
@@ -106,15 +143,20 @@ class Seam:
             module.__dict__["forward"] = self.replaced
         else:
             del module.__dict__["forward"]
-        if not isinstance(self.replaced, Seam):
-            make_data_parallel_refuse(module, None)
+        if isinstance(self.replaced, Seam):
+            module.__dict__["compile"] = _CompileInside(self.replaced)
+            return
+        del module.__dict__["compile"]
+        make_data_parallel_refuse(module, None)
+        if self._compiled is not None:
+            self._compiled.give_back(module)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out runtime and handle: copies and pickles run plainly, for streams and pinned memory stay here."""
         return {"module": self._module(), "replaced": self.replaced}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.runtime = self.handle = None
+        self.runtime = self.handle = self._compiled = None
         self.replaced = state["replaced"]
         self._module = weakref.ref(state["module"])
 
@@ -123,6 +165,46 @@ class Seam:
         memo[id(self)] = twin
         twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
         return twin
+
+
+class _Compiled:
+    """A forward that is compiled because its module is, in place; and how the module was compiled."""
+
+    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.forward = torch.compile(forward, *args, **kwargs)
+        self._settings: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._call: Any = None
+        """What torch had put into the module, if that was before the policy."""
+
+    @classmethod
+    def take(cls, module: nn.Module, forward: Callable[..., Any]) -> Self | None:
+        """Take over a module that is compiled in place; None if it is not."""
+        call = module.__dict__.get(COMPILED_CALL)
+        function = None if call is None else compiled_like(call, forward)
+        if function is None:
+            return None
+        taken = cls.__new__(cls)
+        taken.forward, taken._settings, taken._call = function, None, call
+        module.__dict__[COMPILED_CALL] = None
+        return taken
+
+    def give_back(self, module: nn.Module) -> None:
+        """Let the module be compiled in place again, as torch would have it."""
+        if self._settings is None:
+            module.__dict__[COMPILED_CALL] = self._call
+        else:
+            args, kwargs = self._settings
+            module.compile(*args, **kwargs)
+
+
+class _CompileInside:
+    """Takes the place of a module's method `compile`, as long as it has seams."""
+
+    def __init__(self, seam: Seam) -> None:
+        self._seam = seam
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._seam.compile(*args, **kwargs)
 
 
 def _below_ended_seams(forward: Any) -> Any:

@@ -17,11 +17,14 @@ from lowtide._torch import (
     CHECKPOINT_HOOKS,
     CHECKPOINT_KEYWORDS,
     CheckpointSettings,
-    disable_dynamo,
+    CompiledCall,
+    graph_break,
     hooks_module,
     non_reentrant_checkpoint,
     recomputation_stop,
+    swap_compiler,
     transforms_around,
+    uncompiled,
 )
 from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
 from lowtide.checkpointing.keeping import keeping_of
@@ -175,8 +178,17 @@ def _wrap(
     return checkpointed
 
 
-@disable_dynamo
-def _checkpoint(
+@graph_break("lowtide.checkpoint is no part of a graph: compile without fullgraph=True, or compile its function")
+def _checkpoint(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], *settings: Any) -> T:
+    compiler = swap_compiler(None)
+    try:
+        inside: Callable[..., T] = function if compiler is None else CompiledCall(function, compiler)
+        return _run_once(inside, args, kwargs, *settings)
+    finally:
+        swap_compiler(compiler)
+
+
+def _run_once(
     function: Callable[..., T],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -188,8 +200,9 @@ def _checkpoint(
     schedule = None if offload is None else as_schedule(offload)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    is_module = isinstance(function, torch.nn.Module)  # which would look for a part of that name
-    named = type(function) if is_module or not hasattr(function, "__qualname__") else function
+    given = uncompiled(function)
+    is_module = isinstance(given, torch.nn.Module)  # which would look for a part of that name
+    named = type(given) if is_module or not hasattr(given, "__qualname__") else given
     ledger = RegionLedger(named.__qualname__)
     if settings.context_fn is not noop_context_fn:
         contexts = with_offload(settings.context_fn, lambda: schedule or Schedule(HostStore()), ledger)

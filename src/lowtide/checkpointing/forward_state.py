@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import have_buffers, no_dispatch_modes
+from lowtide._torch import have_buffers, no_dispatch_modes, uncompiled
 from lowtide.attributes import NO_ATTRIBUTES, AttributeHabits, AttributeLook
 from lowtide.buffers import Snapshot
 from lowtide.checkpointing.noted_hooks import NotedHooks
@@ -71,6 +71,7 @@ def state_of(
     The module is `module`, `function` itself, or the object that it is a bound method of. Modules among the arguments
     are used, too.
     """
+    function = uncompiled(function)
     if module is None:
         module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     modules = [used for used in (module, *args, *kwargs.values()) if isinstance(used, nn.Module)]

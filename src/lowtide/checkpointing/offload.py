@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lowtide._torch import is_inside_checkpoint
+from lowtide._torch import is_inside_checkpoint, outside_graph
 from lowtide.checkpointing.schedule import as_schedule
 from lowtide.checkpointing.transforms import refuse_without_hooks
 from lowtide.counters import RegionLedger
@@ -72,7 +72,8 @@ def offload_hooks(offloader: PerTensorOffloader, ledger: RegionLedger) -> Abstra
     if is_inside_checkpoint():
         ledger.nested += 1
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: offloader.pack(tensor, ledger), _unpack)
+    pack = outside_graph(lambda tensor: offloader.pack(tensor, ledger))
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
 def _unpack(packed: Packed) -> torch.Tensor:

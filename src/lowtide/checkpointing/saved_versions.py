@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch import checkpoint_hooks, like_hook, version_of
+from lowtide._torch import checkpoint_hooks, like_hook, outside_graph, version_of
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def noting(versions: dict[int, int]) -> AbstractContextManager[Any]:
     return saved_tensors_hooks(like_hook(functools.partial(_note, versions, hooks[0]), hooks[0]), hooks[1])
 
 
+@outside_graph
 def _note(versions: dict[int, int], pack: Pack, tensor: torch.Tensor) -> Any:
     """Note the version of a tensor as it is saved, and let the checkpoint keep it."""
     version = version_of(tensor)

@@ -30,9 +30,9 @@ from lowtide._torch import (
     StorageWeakRef,
     alias_of,
     aliases_parameter,
-    disable_dynamo,
     is_zero_tensor,
     keep_version,
+    outside_graph,
     storage_key,
     version_of,
 )
@@ -140,6 +140,7 @@ class RegionCall:
         """A tensor that the call saved and that is in host memory already; without its graph, which holds this call."""
         self._entries: list[weakref.ref[_Entry]] = []
 
+    @outside_graph
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Pack a tensor (autograd's hook). Nothing moves before the whole call has packed."""
         version = version_of(tensor)
@@ -161,7 +162,7 @@ class RegionCall:
             entry.stays = True  # regions share it, and it is still here: bringing it back for each would cost more
         return Packed(self, (entry, span), None, version_probe(tensor), version)
 
-    @disable_dynamo  # compiled autograd would look into the store
+    @outside_graph  # compiled autograd would look into the store
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return a packed tensor (autograd's hook), and begin to fetch the tensors of the calls before this one."""
         if packed.is_changed:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn import functional as F
 
-from lowtide._torch import disable_dynamo
+from lowtide._torch import outside_graph
 from lowtide.errors import InvalidValueError
 from lowtide.losses.autograd import ReducedLoss, TokenLosses
 from lowtide.losses.liger import use_liger
@@ -25,7 +25,7 @@ LEAST_TOKENS = 256
 """... but not fewer than this, because each tile reads the whole weight."""
 
 
-@disable_dynamo
+@outside_graph
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -16,6 +16,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from lowtide._torch import outside_graph
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -85,10 +87,11 @@ class _Seam:
         plain = getattr(interface, name)
         self._replaced = (interface, name, vars(interface).get(name))
 
+        @outside_graph
         @functools.wraps(plain)
         def hand_out(*args: Any, **kwargs: Any) -> Any:
             function, stand_in = plain(*args, **kwargs), _stand_in.get()
-            return function if stand_in is None else functools.partial(stand_in, function)
+            return function if stand_in is None else outside_graph(functools.partial(stand_in, function))
 
         setattr(interface, name, hand_out)
 

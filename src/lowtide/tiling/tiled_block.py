@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch import CHECKPOINT_HOOKS, graph_task_id, hooks_module, is_attention_replaced
+from lowtide._torch import CHECKPOINT_HOOKS, graph_task_id, hooks_module, is_attention_replaced, uncompiled
 from lowtide.compat import recorded_outputs
 from lowtide.counters import TileLedger
 from lowtide.errors import CannotCutError
@@ -187,7 +187,7 @@ def _look(forward: Callable[..., Any], arguments: BlockArguments, tensors: Seque
     """Run the first token up to its attention, to see how that is called."""
     before = RandomState(*tensors)
     with torch.no_grad(), before.restored():
-        call = attention_call(forward, arguments.filled(arguments.first_token(tensors)))
+        call = attention_call(uncompiled(forward), arguments.filled(arguments.first_token(tensors)))
         draws = RandomState(*tensors) != before
     query, key, value = as_autocast_would(call.query, call.key, call.value) if call.is_sdpa else call[2:5]
     return _Look(call._replace(query=query, key=key, value=value), draws)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide._torch import fsdp_param_groups
+from lowtide._torch import fsdp_param_groups, uncompiled
 from lowtide.weights import Weight, is_partitioned, is_zero3_sharded, weights_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,11 @@ class TiledFunction:
             return []
         from torch.distributed.fsdp import FSDPModule
 
-        called = [inner for inner in self.module.modules() if inner is not self.module or self.function is self.module]
+        called = [
+            inner
+            for inner in self.module.modules()
+            if inner is not self.module or uncompiled(self.function) is self.module
+        ]
         return [inner for inner in called if isinstance(inner, FSDPModule)]
 
     def has_fsdp_modules(self) -> bool:

@@ -25,8 +25,8 @@ import torch
 
 from lowtide._torch import (
     after_backward,
-    disable_dynamo,
     graph_task_id,
+    outside_graph,
     version_if_any,
     version_of,
     without_parametrize_cache,
@@ -316,6 +316,7 @@ class _Tile:
         self._saved = 0
         self._recomputed: list[tuple[torch.Tensor, int] | None] = []
 
+    @outside_graph
     def pack(self, _tensor: torch.Tensor) -> _Dropped:
         """Drop a tensor that is saved, and keep its number (autograd's hook)."""
         self._saved += 1
@@ -375,6 +376,7 @@ class _Tile:
             if len(self._recomputed) != self._saved:
                 raise
 
+    @outside_graph
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()  # a node that saved its own output with its graph would keep itself alive forever
         self._recomputed.append((tensor, version_of(tensor)))
@@ -383,7 +385,7 @@ class _Tile:
         return tensor
 
 
-@disable_dynamo
+@outside_graph
 def _unpack(dropped: _Dropped) -> torch.Tensor:
     return dropped.tile.get(dropped.number)
 
