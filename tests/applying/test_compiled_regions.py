@@ -1,0 +1,249 @@
+"""What a region or a tile runs is compiled: in forward, in recompute and in each tile, before or after `apply`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import accelerate.utils
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import lowtide
+from models.tiny import IS_4, transformers
+from support import ignore_dropped_caches
+from support.foreign_warnings import ignore_warnings_of
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's own look at tensors
+    ignore_warnings_of("accelerate", "torch", "transformers"),
+    ignore_dropped_caches,
+    pytest.mark.skipif(IS_4, reason="the models of transformers 4 break graphs themselves"),
+]
+
+LAYERS = 3
+
+
+def llama(dropout: float = 0.0):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        attention_dropout=dropout,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def steps(model, called=None, lengths=(24, 24)):
+    """The gradients of some training steps, by names without the compiler's wrapper."""
+    found = []
+    for length in lengths:
+        torch.manual_seed(length)
+        ids = torch.randint(0, 96, (2, length))
+        model.zero_grad()
+        (model if called is None else called)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name.replace("_orig_mod.", ""): p.grad.clone() for name, p in model.named_parameters()})
+    return found
+
+
+def error(found, expected):
+    pairs = [(one[name], two[name]) for one, two in zip(found, expected, strict=True) for name in two]
+    return max(float((one - two).norm() / two.norm().clamp(min=1e-12)) for one, two in pairs)
+
+
+def in_place(model, **settings):
+    for layer in model.model.layers:
+        layer.compile(**settings)
+    return model
+
+
+def wrapped(model, **settings):
+    model.model.layers = nn.ModuleList(torch.compile(layer, **settings) for layer in model.model.layers)
+    return model
+
+
+def forwards(model, **settings):
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, **settings)
+    return model
+
+
+def repeated(model, **settings):
+    """As accelerate does it for DeepSpeed, and diffusers for its repeated blocks; heads and norms are compiled, too."""
+    accelerate.utils.other.compile_regions_deepspeed(model, **settings)
+    return model
+
+
+WAYS = {"in place": in_place, "wrapped": wrapped, "forwards": forwards}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("policy", "graphs", "tolerance"),
+    [
+        ("recompute", 1, 0.0),  # as without a policy
+        ("recompute+tile(mlp, tokens=16)", 3, 1e-5),  # the MLP, and what is before and behind it
+        ("recompute+tile(attention, tokens=12)", 6, 1e-5),
+    ],
+)
+def test_a_compiled_block_runs_compiled(policy, graphs, tolerance, way, when):
+    counter = CompileCounterWithBackend("eager")
+    model = llama()
+    expected = steps(model)
+    if when == "before":
+        WAYS[way](model, backend=counter)
+    applied = lowtide.apply(model, policy)
+    if when == "after":
+        WAYS[way](model, backend=counter)
+    assert error(steps(model), expected) <= tolerance
+    assert counter.frame_count == graphs
+    assert [region.recomputes for region in applied.report().regions] == [2] * LAYERS
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_block_compiled_in_place_may_be_one_graph(when):
+    counter = CompileCounterWithBackend("aot_eager")
+    model = llama()
+    expected = steps(model)
+    if when == "before":
+        in_place(model, backend=counter, fullgraph=True)
+    with lowtide.apply(model, "recompute") as applied:
+        if when == "after":
+            in_place(model, backend=counter, fullgraph=True)
+        assert error(steps(model), expected) <= 1e-6
+        assert counter.frame_count == 1
+        assert all(region.recomputes == 2 for region in applied.report().regions)
+    assert not any({"forward", "compile"} & vars(module).keys() for module in model.modules())
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers), "as torch leaves it"
+    assert error(steps(model), expected) <= 1e-6
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("compile_it", [lambda model, **how: model.compile(**how) or model, torch.compile])
+@pytest.mark.parametrize("policy", ["recompute", "recompute+tile(mlp, loss, tokens=16, loss_tokens=16)"])
+def test_in_a_compiled_model_each_region_is_compiled(policy, compile_it):
+    counter = CompileCounterWithBackend("eager")
+    model = llama()
+    expected = steps(model)
+    applied = lowtide.apply(model, policy)
+    called = compile_it(model, backend=counter)
+    torch._dynamo.utils.counters.clear()
+    assert error(steps(model, called), expected) <= 1e-5
+    assert any("scaled_dot_product_attention" in str(graph.code) for graph in counter.graphs)
+    assert [region.recomputes for region in applied.report().regions] == [2] * LAYERS
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    assert breaks <= 2 * (LAYERS + 2), "at most two for each seam: those of regions, of the head and of the model"
+
+
+def test_one_graph_of_the_whole_is_refused_with_the_remedy():
+    model = llama()
+    lowtide.apply(model, "recompute")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a Lowtide policy acts on this module.*layer\.compile"):
+        steps(model, compiled)
+
+
+def test_other_lengths_are_compiled_once_more_and_no_more():
+    counter = CompileCounterWithBackend("eager")
+    model = llama()
+    first, others = (24, 32, 23), (40, 48, 56, 31, 24)
+    expected = steps(model, lengths=first), steps(model, lengths=others)
+    lowtide.apply(model, "recompute+tile(mlp, tokens=16)")
+    in_place(model, backend=counter)
+    assert error(steps(model, lengths=first), expected[0]) <= 1e-5
+    graphs = counter.frame_count
+    assert graphs <= 3 * 3, "three graphs, of one length, of any, and of the last tile"
+    assert error(steps(model, lengths=others), expected[1]) <= 1e-5
+    assert counter.frame_count == graphs
+
+
+def test_accelerate_compiles_repeated_blocks():
+    counter = CompileCounterWithBackend("eager")
+    model = llama()
+    expected = steps(model)
+    lowtide.apply(model, "recompute")
+    repeated(model, backend=counter)
+    assert error(steps(model), expected) == 0
+    assert any("scaled_dot_product_attention" in str(graph.code) for graph in counter.graphs)
+
+
+class Block(nn.Module):
+    """Draws random numbers behind the last tensor that is saved, so that a recompute may stop early."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        h = nn.functional.dropout(nn.functional.gelu(self.up(x)), 0.3, self.training)
+        return x + nn.functional.dropout(self.down(h), 0.2, self.training)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_random_numbers_autocast_and_early_stop_are_those_of_the_compiled_model(backend, autocast):
+    def gradients(policy):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Stack().train()
+        if policy is not None:
+            lowtide.apply(model, policy)
+        for layer in model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+        for step in range(2):
+            torch.manual_seed(step)
+            x = torch.randn(16, 32)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                model(x).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, two in zip(gradients("recompute"), gradients(None), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_copies_of_a_model_that_is_compiled_inside_run_plainly():
+    counter = CompileCounterWithBackend("eager")
+    model = llama()
+    expected = steps(model)
+    lowtide.apply(model, "recompute")
+    in_place(model, backend=counter)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert error(steps(twin), expected) == 0
+    assert counter.frame_count == 0
+    assert error(steps(model), expected) == 0
+    assert counter.frame_count == 1
+
+
+def test_what_a_checkpoint_and_a_tile_call_is_compiled_with_the_function_around_them():
+    counter = CompileCounterWithBackend("eager")
+    block = Block().eval()
+    x = torch.randn(40, 32, requires_grad=True)
+
+    @torch.compile(backend=counter)
+    def step(x):
+        return lowtide.tile(block, lowtide.checkpoint(block, x.sin()).cos(), tokens=16).square().sum()
+
+    (ours,) = torch.autograd.grad(step(x), x)
+    (expected,) = torch.autograd.grad(block(block(x.sin()).cos()).square().sum(), x)
+    torch.testing.assert_close(ours, expected)
+    code = [str(graph.code) for graph in counter.graphs]
+    assert sum("gelu" in graph for graph in code) >= 2, "once checkpointed, once in a tile"
