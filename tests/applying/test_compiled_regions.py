@@ -226,7 +226,7 @@ def test_copies_of_a_model_that_is_compiled_inside_run_plainly():
     expected = steps(model)
     lowtide.apply(model, "recompute")
     in_place(model, backend=counter)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  (our own bytes)
         assert error(steps(twin), expected) == 0
     assert counter.frame_count == 0
     assert error(steps(model), expected) == 0
