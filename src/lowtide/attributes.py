@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Recall = Callable[[dict[str, Any], str], object]
-    _Numbers = tuple[list[str], Callable[[dict[str, Any]], tuple[Any, ...]]]
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set)
@@ -42,18 +41,18 @@ class AttributeHabits:
 
     def __init__(self) -> None:
         self._layout: list[int] = []
-        self._numbers: list[_Numbers] = []
+        self._numbers = _numbers_of([])
         self._changing: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def note(self, parts: list[nn.Module]) -> NotedAttributes:
         """Note the numbers of all parts, and what is known to change."""
         layout = [*map(id, parts)]
         if layout != self._layout:
-            self._layout, self._numbers = layout, [*map(_numbers_of, parts)]
+            self._layout, self._numbers = layout, _numbers_of(parts)
         try:
             noted = NotedAttributes(parts, self._numbers)
         except KeyError:  # an attribute is gone
-            self._numbers = [*map(_numbers_of, parts)]
+            self._numbers = _numbers_of(parts)
             noted = NotedAttributes(parts, self._numbers)
         if self._changing:
             known = [(vars(holder), name) for holder, names in self._changing.items() for name in names]
@@ -69,19 +68,20 @@ class AttributeHabits:
 class NotedAttributes:
     """The attributes of a module's parts as they were when a forward began."""
 
-    def __init__(self, parts: list[nn.Module], numbers: list[_Numbers]) -> None:
+    __slots__ = ("_numbers", "_parts", "_values", "others")
+
+    def __init__(self, parts: list[nn.Module], numbers: _Numbers) -> None:
         self._parts = parts
         self._numbers = numbers
-        self._values = self._current_values()
+        self._values = [*map(operator.call, numbers.get, map(_attributes_of, parts))]
         self.others: list[tuple[dict[str, Any], str, Recall]] = []
-
-    def _current_values(self) -> list[tuple[Any, ...]]:
-        return [get(part.__dict__) for part, (_, get) in zip(self._parts, self._numbers, strict=True)]
 
     def are_unchanged(self) -> bool:
         """Return whether the numbers are what they were, and there is nothing else to put back."""
+        if self.others:
+            return False
         try:
-            return not self.others and self._current_values() == self._values
+            return [*map(operator.call, self._numbers.get, map(_attributes_of, self._parts))] == self._values
         except KeyError:  # an attribute is gone
             return False
 
@@ -90,7 +90,7 @@ class NotedAttributes:
         """Let the parts find their attributes inside as they were noted, and leave them as they are now."""
         numbers = [
             (vars(part), name, _recall(value))
-            for part, (names, _), values in zip(self._parts, self._numbers, self._values, strict=True)
+            for part, names, values in zip(self._parts, self._numbers.names, self._values, strict=True)
             for name, value in zip(names, values, strict=True)
             if vars(part).get(name, _MISSING) != value
         ]
@@ -103,9 +103,6 @@ class NotedAttributes:
         finally:
             for held, name, put_back in now:
                 put_back(held, name)
-
-
-NO_ATTRIBUTES = NotedAttributes([], [])
 
 
 class AttributeLook:
@@ -180,12 +177,31 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, _CONTAINERS) else [value]
 
 
-def _numbers_of(part: nn.Module) -> _Numbers:
-    """Return the names of a part's numbers, and a function that gets all of them from its dictionary at once."""
+class _Numbers(NamedTuple):
+    """For each part the names of its numbers, and a function that gets all of them from its dictionary at once."""
+
+    names: list[list[str]]
+    get: list[Callable[[dict[str, Any]], tuple[Any, ...]]]
+
+
+def _numbers_of(parts: list[nn.Module]) -> _Numbers:
+    names = [_names_of_numbers(part) for part in parts]
+    return _Numbers(names, [operator.itemgetter(*found) if found else _no_numbers for found in names])
+
+
+def _names_of_numbers(part: nn.Module) -> list[str]:
     names = [n for n, value in vars(part).items() if type(value) in _NUMBERS and (n not in _OWN or n == "training")]
-    if len(names) == 1:
-        names *= 2  # an itemgetter of one name returns no tuple
-    return names, operator.itemgetter(*names) if names else lambda _held: ()
+    return names * 2 if len(names) == 1 else names  # an itemgetter of one name returns no tuple
+
+
+def _no_numbers(_attributes: dict[str, Any]) -> tuple[Any, ...]:
+    return ()
+
+
+_attributes_of = operator.attrgetter("__dict__")
+
+
+NO_ATTRIBUTES = NotedAttributes([], _numbers_of([]))
 
 
 def _recall(value: Any) -> Recall:

@@ -24,12 +24,12 @@ from torch import nn
 
 from lowtide._torch import (
     FSDP1_MARK,
-    children_of,
     is_functorch_wrapped,
-    parameters_of,
+    parts_of,
     storage_key,
     version_if_any,
     version_of,
+    with_parameters,
 )
 from lowtide.errors import InPlaceError
 
@@ -54,30 +54,23 @@ def weights_of(module: nn.Module, *, called: bool) -> list[Weight]:
 
     `called` says that the module itself will be called, hooks included, and not its forward from within the hooks.
     """
-    return weights_in(parts_of(module), skip_first=not called)
-
-
-def parts_of(*modules: nn.Module) -> list[nn.Module]:
-    """Return modules and all their parts. Much faster than `modules()`, which looks at names; some may come twice."""
-    parts = [*modules]
-    for part in parts:  # which grows meanwhile
-        if children := children_of(part):
-            parts += [child for child in children.values() if child is not None]
-    return parts
+    return weights_in(parts_of([module]), skip_first=not called)
 
 
 def weights_in(parts: list[nn.Module], *, skip_first: bool) -> list[Weight]:
     """Return the weights that these parts hold, the first of which is looked at however it gathers its own."""
-    gathered = _gathered_parts(parts[skip_first:]) if "torch.distributed.fsdp" in sys.modules else None
+    if "torch.distributed.fsdp" in sys.modules and any(map(_gathers, map(type, parts))):
+        gathered = _gathered_parts(parts[skip_first:])
+        parts = [part for part in parts if part not in gathered]
     found = []
-    for part in parts:
-        held_by = parameters_of(part)
-        if not held_by or (gathered and part in gathered):
-            continue
+    for held_by in with_parameters(parts):
         for name, weight in held_by.items():
             if weight is None or (weight.__dict__ and _is_gathered(weight)):
                 continue
-            version = 0 if weight.is_inference() else version_of(weight)
+            try:
+                version = version_of(weight)
+            except RuntimeError:  # an inference tensor has none
+                version = 0
             storage = storage_key(weight.untyped_storage()) if type(weight) is nn.Parameter else _storage(weight)
             found.append(_weight(Weight, (held_by, name, weight, version, storage, weight.requires_grad)))
     return found
@@ -139,10 +132,13 @@ def are_as_noted(weights: list[Weight]) -> bool:
     for held_by, name, tensor, version, storage, requires_grad in weights:
         if held_by.get(name) is not tensor or tensor.requires_grad is not requires_grad:
             return False
-        if not tensor.is_inference() and version_of(tensor) != version:
-            return False
         if storage is not None and storage_key(tensor.untyped_storage()) != storage:
             return False
+        try:
+            if version_of(tensor) != version:
+                return False
+        except RuntimeError:  # an inference tensor has none
+            continue
     return True
 
 
@@ -188,13 +184,15 @@ def _gathering_kinds() -> tuple[type, ...]:
     return FSDPModule, FullyShardedDataParallel
 
 
-def _gathered_parts(parts: list[nn.Module]) -> set[nn.Module] | None:
-    """Return the parts whose weights are gathered when a module among `parts` is called; None if there are none."""
-    kinds = _gathering_kinds()
-    for part in parts:
-        if isinstance(part, kinds):
-            return {inner for part in parts if isinstance(part, kinds) for inner in part.modules()}
-    return None
+@functools.cache
+def _gathers(kind: type[nn.Module]) -> bool:
+    """Return whether modules of a class gather their weights when they are called. FSDP2 makes classes that do."""
+    return issubclass(kind, _gathering_kinds())
+
+
+def _gathered_parts(parts: list[nn.Module]) -> set[nn.Module]:
+    """Return the parts whose weights are gathered when a module among `parts` is called."""
+    return {inner for part in parts if _gathers(type(part)) for inner in part.modules()}
 
 
 def _is_gathered(weight: torch.Tensor) -> bool:

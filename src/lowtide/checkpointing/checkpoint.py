@@ -21,6 +21,7 @@ from lowtide._torch import (
     graph_break,
     hooks_module,
     non_reentrant_checkpoint,
+    pop_hooks,
     recomputation_stop,
     swap_compiler,
     transforms_around,
@@ -29,7 +30,7 @@ from lowtide._torch import (
 from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
 from lowtide.checkpointing.keeping import keeping_of
 from lowtide.checkpointing.kept_operators import KeptOperators
-from lowtide.checkpointing.saved_versions import handed_out_checked, noting
+from lowtide.checkpointing.saved_versions import check_handed_out, note_saved
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import entered_after, with_offload
 from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
@@ -328,12 +329,17 @@ class _Replay:
                 on_entry()
             if state is not None:
                 state.note()
-            with handed_out_checked(self._ledger.name, self._versions):
+            is_checked = check_handed_out(self._ledger.name, self._versions)
+            try:
                 result = self._function(*args, **kwargs) if kept is None else kept.run(self._function, args, kwargs)
+            finally:
+                if is_checked:
+                    pop_hooks()
             if state is not None:
                 state.settle()
             return result
-        refuse_to_run_again(self._ledger.name, self._transforms)
+        if self._transforms:
+            refuse_to_run_again(self._ledger.name, self._transforms)
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:
@@ -345,7 +351,11 @@ class _Replay:
             raise recomputation_stop(error) from error
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with noting(self._versions):
+        is_noted = note_saved(self._versions)
+        try:
             if self.kept is None:
                 return self._function(*args, **kwargs)
             return self.kept.run_again(self._function, args, kwargs)
+        finally:
+            if is_noted:
+                pop_hooks()

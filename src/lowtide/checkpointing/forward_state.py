@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import have_buffers, no_dispatch_modes, uncompiled
+from lowtide._torch import have_buffers, no_dispatch_modes, parts_of, uncompiled
 from lowtide.attributes import NO_ATTRIBUTES, AttributeHabits, AttributeLook
 from lowtide.buffers import Snapshot
 from lowtide.checkpointing.noted_hooks import NotedHooks
@@ -31,7 +31,6 @@ from lowtide.weights import (
     are_as_noted,
     as_in_forward,
     check_unchanged,
-    parts_of,
     weights_in,
     without_moved,
 )
@@ -111,11 +110,11 @@ class ForwardState:
 
     def note(self) -> None:
         """Note everything, before the forward."""
-        parts, habits, is_forward = parts_of(*self.modules), self._habits, self._is_forward
+        parts, habits, is_forward = parts_of(self.modules), self._habits, self._is_forward
         self._weights = weights_in(parts, skip_first=is_forward)
         if have_buffers(parts):
             self._before = Snapshot(parts)
-        self._hooks = NotedHooks(parts[is_forward:])
+        self._hooks = NotedHooks(parts[1:] if is_forward else parts)
         self._attributes = habits.attributes.note(parts)
         if habits.looks_left or habits.draws_on_host:
             self._random = HostRandomState()

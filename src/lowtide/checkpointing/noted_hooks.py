@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class NotedHooks:
     """The hooks of some parts as they were when a forward began."""
 
+    __slots__ = ("_hooks", "_parts")
+
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts = parts
         self._hooks: list[dict[int, Callable[[], Any]]] | None = None

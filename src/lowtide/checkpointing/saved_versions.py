@@ -12,44 +12,46 @@ right, and it is handed out. With `early_stop=False` everything is repeated, and
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from torch.autograd.graph import saved_tensors_hooks
-
-from lowtide._torch import checkpoint_hooks, like_hook, outside_graph, version_of
+from lowtide._torch import checkpoint_hooks, graph_break, like_hook, push_hooks, version_of
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     import torch
 
     Pack = Callable[[torch.Tensor], Any]
     Unpack = Callable[[Any], torch.Tensor]
 
-_NO_HOOKS = contextlib.nullcontext()
 
+def check_handed_out(region: str, versions: dict[int, int]) -> bool:
+    """Let what the forward saves from now on be compared with `versions` when backward asks for it.
 
-def handed_out_checked(region: str, versions: dict[int, int]) -> AbstractContextManager[Any]:
-    """Let what the forward inside saves be compared with `versions` when backward asks for it."""
+    Returns whether it put hooks in force: the caller ends them (`pop_hooks`).
+    """
     hooks = checkpoint_hooks()
     if hooks is None:  # a context of the user's has hooks of its own, and the checkpoint's see nothing
-        return _NO_HOOKS
-    return saved_tensors_hooks(hooks[0], functools.partial(_hand_out, region, versions, hooks[1]))
+        return False
+    push_hooks(hooks[0], functools.partial(_hand_out, region, versions, hooks[1]))
+    return True
 
 
-def noting(versions: dict[int, int]) -> AbstractContextManager[Any]:
-    """Note in `versions`, by identity, the version of each tensor that the recompute inside saves."""
+def note_saved(versions: dict[int, int]) -> bool:
+    """Note in `versions`, by identity, the version of each tensor that a recompute saves from now on.
+
+    Returns whether it put hooks in force: the caller ends them (`pop_hooks`).
+    """
     hooks = checkpoint_hooks()
     if hooks is None:
-        return _NO_HOOKS
-    return saved_tensors_hooks(like_hook(functools.partial(_note, versions, hooks[0]), hooks[0]), hooks[1])
+        return False
+    push_hooks(like_hook(functools.partial(_note, versions, hooks[0]), hooks[0]), hooks[1])
+    return True
 
 
-@outside_graph
+@graph_break("this is Lowtide's own work, and no part of a graph")  # as is what it calls, torch's hook
 def _note(versions: dict[int, int], pack: Pack, tensor: torch.Tensor) -> Any:
     """Note the version of a tensor as it is saved, and let the checkpoint keep it."""
     version = version_of(tensor)
