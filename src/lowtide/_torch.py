@@ -521,7 +521,7 @@ def uncompiled(function: C) -> C:
     The attribute `_torchdynamo_orig_callable` of compiled functions, 2.10. Public replacement: none.
     """
     if isinstance(function, nn.Module):  # which would look for a part of that name
-        return function.__dict__.get("_torchdynamo_orig_callable", function)
+        return function.__dict__.get("_torchdynamo_orig_callable", function)  # type: ignore[no-any-return]
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
@@ -612,6 +612,47 @@ def non_reentrant_checkpoint(
         raise
     next(steps, None)
     return result
+
+
+_PLAIN_FRAME = ("recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn")
+_FRAME = tuple(inspect.signature(torch_checkpoint._CheckpointFrame).parameters)
+_HAS_PLAIN_FRAMES = not _KNOWS_OTHERS_HOOKS and _FRAME == _PLAIN_FRAME
+"""Whether this torch's frames are made as those of 2.10 to 2.13. Of others, only torch itself makes some."""
+
+
+def new_frame(
+    again: Callable[..., None], tensors: Sequence[torch.Tensor], settings: CheckpointSettings
+) -> tuple[Any, torch.autograd.graph.saved_tensors_hooks] | None:
+    """Return torch's frame of a checkpoint and its hooks for the forward; `again` is what it runs in backward.
+
+    None if the call is not a plain one: its settings or the modes around it have torch do more than that.
+    `torch.utils.checkpoint._CheckpointFrame`, `_checkpoint_hook`, `_allowed_determinism_checks_to_fns`,
+    `_checkpoint_debug_enabled` and `_enable_checkpoint_early_stop`, `torch._C._len_torch_function_stack`,
+    `torch.compiler._is_non_strict_tracing`, 2.10 to 2.13. Public replacement: none.
+    """
+    _, context_fn, determinism_check, debug, early_stop = settings
+    debug_set, early_set = torch_checkpoint._checkpoint_debug_enabled, torch_checkpoint._enable_checkpoint_early_stop
+    is_plain = _HAS_PLAIN_FRAMES and context_fn is noop_context_fn and not (debug if debug_set is None else debug_set)
+    if not is_plain or torch._C._len_torch_function_stack() or _is_traced():
+        return None
+    describe = torch_checkpoint._allowed_determinism_checks_to_fns.get(determinism_check)
+    if describe is None:
+        return None
+    early_stop = early_stop if early_set is None else early_set
+    frame = torch_checkpoint._CheckpointFrame(again, early_stop, None, describe)
+    frame.save_inputs(*tensors)  # type: ignore[no-untyped-call]
+    return frame, torch_checkpoint._checkpoint_hook(frame)
+
+
+_is_traced: Callable[[], bool] = getattr(torch.compiler, "_is_non_strict_tracing", lambda: False)
+
+
+def has_started(kind: str) -> bool:
+    """Return whether a kind of device has generators by now: those of an accelerator come with its first use.
+
+    `torch.cuda._initialized` and its likes, 2.10. Public replacement: `torch.cuda.is_initialized`, not for all kinds.
+    """
+    return kind == "cpu" or getattr(torch.get_device_module(kind), "_initialized", False)
 
 
 def recomputation_stop(error: RuntimeError) -> BaseException:

@@ -29,9 +29,12 @@ class RandomState:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._device = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), None)
-        self._cpu = torch.get_rng_state()
-        there = [tensor for tensor in tensors if tensor.device.type == self._device]
-        self._devices, self._states = get_device_states(*there) if there else ([], [])
+        self._cpu = torch.default_generator.get_state()
+        self._devices: list[int] = []
+        self._states: list[torch.Tensor] = []
+        if self._device:
+            there = [tensor for tensor in tensors if tensor.device.type == self._device]
+            self._devices, self._states = get_device_states(*there)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState) or self._devices != other._devices:
@@ -41,9 +44,17 @@ class RandomState:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def again(self) -> RandomState:
+        """Return a snapshot of the same generators as they are now."""
+        now = object.__new__(RandomState)
+        now._device, now._devices, now._cpu = self._device, self._devices, torch.default_generator.get_state()
+        module = torch.get_device_module(self._device) if self._device else None
+        now._states = [module.get_rng_state(device) for device in self._devices] if module is not None else []
+        return now
+
     def set(self) -> None:
         """Let the generators go on from here."""
-        torch.set_rng_state(self._cpu)
+        torch.default_generator.set_state(self._cpu)
         if self._device:
             set_device_states(self._devices, self._states, device_type=self._device)
 

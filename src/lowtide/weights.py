@@ -59,8 +59,7 @@ def weights_of(module: nn.Module, *, called: bool) -> list[Weight]:
 
 def weights_in(parts: list[nn.Module], *, skip_first: bool) -> list[Weight]:
     """Return the weights that these parts hold, the first of which is looked at however it gathers its own."""
-    if "torch.distributed.fsdp" in sys.modules and any(map(_gathers, map(type, parts))):
-        gathered = _gathered_parts(parts[skip_first:])
+    if "torch.distributed.fsdp" in sys.modules and (gathered := _gathered_parts(parts[skip_first:])):
         parts = [part for part in parts if part not in gathered]
     found = []
     for held_by in with_parameters(parts):
@@ -184,15 +183,13 @@ def _gathering_kinds() -> tuple[type, ...]:
     return FSDPModule, FullyShardedDataParallel
 
 
-@functools.cache
-def _gathers(kind: type[nn.Module]) -> bool:
-    """Return whether modules of a class gather their weights when they are called. FSDP2 makes classes that do."""
-    return issubclass(kind, _gathering_kinds())
-
-
-def _gathered_parts(parts: list[nn.Module]) -> set[nn.Module]:
-    """Return the parts whose weights are gathered when a module among `parts` is called."""
-    return {inner for part in parts if _gathers(type(part)) for inner in part.modules()}
+def _gathered_parts(parts: list[nn.Module]) -> set[nn.Module] | None:
+    """Return the parts whose weights are gathered when a module among `parts` is called; None if there are none."""
+    kinds = _gathering_kinds()
+    for part in parts:
+        if isinstance(part, kinds):
+            return {inner for part in parts if isinstance(part, kinds) for inner in part.modules()}
+    return None
 
 
 def _is_gathered(weight: torch.Tensor) -> bool:

@@ -260,6 +260,7 @@ class TestTorchsKeywords:
         expected = step(sim, keyword, run())
         monkeypatch.setattr(_torch, "_generator", generator)
         monkeypatch.setattr(_torch, "_TAKES_TUPLES", True)
+        monkeypatch.setattr(_torch, "_HAS_PLAIN_FRAMES", False)
         assert_same(step(sim, keyword, run()), expected)
         assert len(calls) == LAYERS
 

@@ -41,13 +41,13 @@ def test_an_error_of_the_recompute_is_the_error_of_backward(error, at_the_end):
 def told(monkeypatch):
     """What torch's checkpoint is told about hooks around each call."""
     module = sys.modules["lowtide.checkpointing.checkpoint"]  # the package has a function of that name
-    seen, original = [], module.non_reentrant_checkpoint
+    seen, original = [], module.run_checkpoint
 
     def noted(function, tensors, settings, respect_saved_tensors_hooks):
         seen.append(respect_saved_tensors_hooks)
         return original(function, tensors, settings, respect_saved_tensors_hooks)
 
-    monkeypatch.setattr(module, "non_reentrant_checkpoint", noted)
+    monkeypatch.setattr(module, "run_checkpoint", noted)
     return seen
 
 

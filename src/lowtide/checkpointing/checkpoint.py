@@ -20,7 +20,6 @@ from lowtide._torch import (
     CompiledCall,
     graph_break,
     hooks_module,
-    non_reentrant_checkpoint,
     pop_hooks,
     recomputation_stop,
     swap_compiler,
@@ -28,6 +27,7 @@ from lowtide._torch import (
     uncompiled,
 )
 from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
+from lowtide.checkpointing.frame import run_checkpoint
 from lowtide.checkpointing.keeping import keeping_of
 from lowtide.checkpointing.kept_operators import KeptOperators
 from lowtide.checkpointing.saved_versions import check_handed_out, note_saved
@@ -263,7 +263,7 @@ def run_region(
     if keeping is not None and not is_nested:
         replay.kept = keeping.begin(module, ledger)
     if schedule is None or is_nested:
-        return non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)  # type: ignore[no-any-return]
+        return run_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)  # type: ignore[no-any-return]
     call = schedule.begin(ledger, skip)
     if settings.context_fn is noop_context_fn:
         replay.on_entry = call.on_packed
@@ -273,7 +273,7 @@ def run_region(
         replay.kept.offload_with(call)
     try:
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-            result: T = non_reentrant_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)
+            result: T = run_checkpoint(replay, tensors, settings, respect_saved_tensors_hooks)
     except BaseException:
         schedule.forget(call)
         raise
@@ -299,7 +299,10 @@ class _Replay:
     After the first run it holds the tree of the arguments, but none of their tensors.
     """
 
-    __slots__ = ("_first", "_function", "_ledger", "_state", "_transforms", "_tree", "_versions", "kept", "on_entry")
+    __slots__ = (
+        *("_first", "_function", "_ledger", "_state", "_transforms", "_tree"),
+        *("is_compared", "kept", "on_entry", "region", "versions"),
+    )
 
     def __init__(
         self,
@@ -316,7 +319,9 @@ class _Replay:
         self._tree = tree
         self._state = state
         self._ledger = ledger
-        self._versions: dict[int, int] = {}
+        self.region = ledger.name
+        self.versions: dict[int, int] = {}
+        self.is_compared = False
         self.kept: KeptCall | None = None
         self.on_entry: Callable[[], None] | None = None
 
@@ -329,7 +334,7 @@ class _Replay:
                 on_entry()
             if state is not None:
                 state.note()
-            is_checked = check_handed_out(self._ledger.name, self._versions)
+            is_checked = not self.is_compared and check_handed_out(self.region, self.versions)
             try:
                 result = self._function(*args, **kwargs) if kept is None else kept.run(self._function, args, kwargs)
             finally:
@@ -339,7 +344,7 @@ class _Replay:
                 state.settle()
             return result
         if self._transforms:
-            refuse_to_run_again(self._ledger.name, self._transforms)
+            refuse_to_run_again(self.region, self._transforms)
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:
@@ -351,7 +356,7 @@ class _Replay:
             raise recomputation_stop(error) from error
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_noted = note_saved(self._versions)
+        is_noted = note_saved(self.versions)
         try:
             if self.kept is None:
                 return self._function(*args, **kwargs)

@@ -35,7 +35,7 @@ def check_handed_out(region: str, versions: dict[int, int]) -> bool:
     hooks = checkpoint_hooks()
     if hooks is None:  # a context of the user's has hooks of its own, and the checkpoint's see nothing
         return False
-    push_hooks(hooks[0], functools.partial(_hand_out, region, versions, hooks[1]))
+    push_hooks(hooks[0], functools.partial(hand_out, region, versions, hooks[1]))
     return True
 
 
@@ -62,7 +62,7 @@ def _note(versions: dict[int, int], pack: Pack, tensor: torch.Tensor) -> Any:
     return pack(tensor)
 
 
-def _hand_out(region: str, versions: dict[int, int], unpack: Unpack, packed: Any) -> torch.Tensor:
+def hand_out(region: str, versions: dict[int, int], unpack: Unpack, packed: Any) -> torch.Tensor:
     """Return what torch's checkpoint has recomputed, unless it was changed since it was saved."""
     tensor = unpack(packed)
     version = versions.get(id(tensor))
