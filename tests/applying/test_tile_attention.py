@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide.errors import CacheError, InPlaceError, NoRegionError, NotTokenWiseError, SilentNoOpError
+from lowtide.errors import CacheError, InPlaceError, LowtideError, NoRegionError, NotTokenWiseError, SilentNoOpError
 from lowtide.tiling.key_values import KeyValueGrads
 from models import attentive
 from models.attentive import everything_in_double  # noqa: F401  (a fixture)
@@ -115,6 +115,32 @@ def test_some_gradients_alone(everything_in_double):  # noqa: F811
         ours = torch.autograd.grad(model(**batch).loss, weights)
     for one, two in zip(ours, expected, strict=True):
         assert (one - two).norm() <= 1e-12 * two.norm()
+
+
+def penalty_step(model, batch):
+    """Return the gradients of a loss and of the squared gradient of its embeddings."""
+    model.zero_grad()
+    embeds = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    given = {name: value for name, value in batch.items() if name != "input_ids"}
+    loss = model(inputs_embeds=embeds, **given).loss
+    (slope,) = torch.autograd.grad(loss, embeds, create_graph=True)
+    (loss + slope.square().sum()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("policy", ["tile(attention, tokens=12)", POLICY])
+def test_second_derivatives(policy, everything_in_double):  # noqa: F811
+    model, batch = attentive.make("llama", "eager"), attentive.batch("llama", padded=True)
+    expected = penalty_step(model, batch)
+    with lowtide.apply(model, policy):
+        assert attentive.error(penalty_step(model, batch), expected) <= 1e-12
+        assert attentive.error(penalty_step(model, batch), expected) <= 1e-12
+
+
+def test_a_second_derivative_that_a_kernel_has_not_is_refused():
+    model, batch = llama()
+    with lowtide.apply(model, POLICY), pytest.raises(LowtideError, match="has no second derivative"):
+        penalty_step(model, batch)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["v_proj"], ["up_proj"]])

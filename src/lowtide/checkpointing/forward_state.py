@@ -23,8 +23,8 @@ from torch import nn
 from lowtide._torch import have_buffers, no_dispatch_modes, parts_of, uncompiled
 from lowtide.attributes import NO_ATTRIBUTES, AttributeHabits, AttributeLook
 from lowtide.buffers import Snapshot
-from lowtide.checkpointing.noted_hooks import NotedHooks
 from lowtide.errors import InPlaceError
+from lowtide.noted_hooks import NotedHooks
 from lowtide.randomness import HostRandomState
 from lowtide.weights import (
     Weight,

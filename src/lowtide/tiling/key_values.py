@@ -8,6 +8,8 @@ Where the sums go depends on the order of tiles. With causal attention a key is 
 Backward is made to run later tiles first, so when a tile's turn comes, the sums of its own rows are complete, and they
 are the gradient of its own keys and values. Otherwise K and V have a graph of their own, and a node before all tiles
 (`hand_out`) takes the sums when they are through.
+
+With `create_graph=True` the parts are added up by autograd after all, because sums in place have no derivative.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import nn
 
 from lowtide._torch import after_backward, graph_task_id
+from lowtide.errors import LowtideError
 from lowtide.tiling.attention_kernels import attend, attend_backward
 
 if TYPE_CHECKING:
@@ -83,8 +86,9 @@ class _HandOut(torch.autograd.Function):
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_nothing: None) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            return None, *gradients
         return None, *(ctx.grads.take(which, dtype) for which, dtype in enumerate(ctx.dtypes))
 
 
@@ -97,11 +101,13 @@ class _SomeKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: KeyValueGrads, which: int, keys: slice, whole: torch.Tensor) -> torch.Tensor:
         ctx.add = lambda gradient, shape=whole.shape: grads.add(which, shape, ALL, keys, gradient)
+        ctx.around = (0, 0, keys.start, whole.shape[2] - keys.stop)
         return whole[:, :, keys]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: sums in place would be constants
+            return None, None, None, nn.functional.pad(gradients[0], ctx.around)
         ctx.add(gradients[0])
         return None, None, None, None
 
@@ -147,8 +153,12 @@ class _FusedAttention(torch.autograd.Function):
         return out, query.new_empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None, _token: None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: gradients that are constants would be silently wrong
+            raise LowtideError(
+                "attention in tiles by a fused kernel has no second derivative, as the kernel has none: with "
+                "create_graph=True, use attn_implementation='eager', or take tile(attention) out of the policy"
+            )
         query, key, value, out, row_sums = ctx.saved_tensors
         needs = ctx.needs_input_grad[5:7] if ctx.is_in_order else ctx.needs_input_grad[7:9]
         dq = None if gradient is None else torch.zeros_like(query)

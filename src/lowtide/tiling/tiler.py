@@ -31,15 +31,14 @@ from lowtide._torch import (
     version_of,
     without_parametrize_cache,
 )
-from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.assembly import GradBuffer, GradSlice, Outputs
+from lowtide.tiling.call_state import CallState
 from lowtide.tiling.surroundings import refuse_compiled_backward
 from lowtide.tiling.tiled_function import UnshardedInBackward, unsharded_in_forward
 from lowtide.tiling.weight_grads import WeightGradAccumulator
-from lowtide.weights import as_in_forward, check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -272,20 +271,8 @@ class _Call:
         self.inputs = inputs
         self.autocast = autocast
         self.ledger = ledger
-        self._weights = tiled.weights()
+        self.state = CallState(tiled, ledger.name)
         self._current: weakref.ref[_Tile] | None = None
-
-    @contextlib.contextmanager
-    def as_in_forward(self) -> Iterator[None]:
-        """Let the module use the weights of its forward, which must be unchanged, and leave its buffers as they are."""
-        check_unchanged(self._weights, self.ledger.name)
-        before = None if self.tiled.module is None else Snapshot(self.tiled.module.modules())
-        try:
-            with as_in_forward(self._weights):
-                yield
-        finally:
-            if before is not None:
-                before.changed().restore()
 
     def enter(self, tile: _Tile) -> None:
         """Begin to run a tile again: what was recomputed for the one before it and not asked for is dropped."""
@@ -307,20 +294,21 @@ class _StopRecompute(Exception):  # noqa: N818  (not an error)
 
 
 class _Tile:
-    """One tile of one call: how many tensors it saved, and those that were recomputed."""
+    """One tile of one call: what kinds of tensors it saved, and those that were recomputed."""
 
     def __init__(self, call: _Call, index: int) -> None:
         self.random: RandomState | None = None
         self._call = call
+        self._noted = call.state.note()
         self._index = index
-        self._saved = 0
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._recomputed: list[tuple[torch.Tensor, int] | None] = []
 
     @outside_graph
-    def pack(self, _tensor: torch.Tensor) -> _Dropped:
+    def pack(self, tensor: torch.Tensor) -> _Dropped:
         """Drop a tensor that is saved, and keep its number (autograd's hook)."""
-        self._saved += 1
-        return _Dropped(self, self._saved - 1)
+        self._saved.append(_kind_of(tensor))
+        return _Dropped(self, len(self._saved) - 1)
 
     def get(self, number: int) -> torch.Tensor:
         """Return a dropped tensor. Each is handed out once; if it is asked for again, the tile is run again."""
@@ -350,7 +338,7 @@ class _Tile:
         self._recomputed = []
         with (
             self._until_stopped(),
-            call.as_in_forward(),
+            call.state.restored(self._noted),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
             without_parametrize_cache(),
@@ -358,12 +346,15 @@ class _Tile:
             torch.autograd.graph.saved_tensors_hooks(self._record, _identity),
         ):
             call.tiled.run_tile(self._index, args, kwargs)
-        if len(self._recomputed) != self._saved:
-            raise LowtideError(
-                f"{call.ledger.name}: tile {self._index} saved {self._saved} tensors in forward and "
-                f"{len(self._recomputed)} when it was run again: it depends on something that changed in between. "
-                "Make it depend on its arguments and weights alone, or do not tile it"
-            )
+        if len(self._recomputed) != len(self._saved):
+            raise self._changed(f"{len(self._saved)} tensors", str(len(self._recomputed)))
+
+    def _changed(self, before: str, now: str) -> LowtideError:
+        return LowtideError(
+            f"{self._call.ledger.name}: tile {self._index} saved {before} in forward and {now} when it was run again: "
+            "it depends on something that changed in between. Make it depend on its arguments and weights alone, or "
+            "do not tile it"
+        )
 
     @contextlib.contextmanager
     def _until_stopped(self) -> Iterator[None]:
@@ -373,16 +364,24 @@ class _Tile:
         except _StopRecompute:
             return
         except RuntimeError:
-            if len(self._recomputed) != self._saved:
+            if len(self._recomputed) != len(self._saved):
                 raise
 
     @outside_graph
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
+        number, found = len(self._recomputed), _kind_of(tensor)
+        if found != self._saved[number]:
+            before, now = (f"{tuple(shape)} {dtype}" for shape, dtype in (self._saved[number], found))
+            raise self._changed(f"a tensor of {before} as number {number}", f"one of {now}")
         tensor = tensor.detach()  # a node that saved its own output with its graph would keep itself alive forever
         self._recomputed.append((tensor, version_of(tensor)))
-        if len(self._recomputed) == self._saved:
+        if len(self._recomputed) == len(self._saved):
             raise _StopRecompute
         return tensor
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 @outside_graph
