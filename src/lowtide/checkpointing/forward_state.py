@@ -30,7 +30,6 @@ from lowtide.weights import (
     Weight,
     are_as_noted,
     as_in_forward,
-    check_unchanged,
     parts_of,
     weights_in,
     without_moved,
@@ -145,8 +144,7 @@ class ForwardState:
         buffers = self._buffers if self._before is None else self._before.noted(self._habits.writes_unseen)
         with contextlib.ExitStack() as stack:
             if not are_as_noted(self._weights):
-                check_unchanged(self._weights, self._name)
-                stack.enter_context(as_in_forward(self._weights))
+                stack.enter_context(as_in_forward(self._weights, self._name))
             if self._hooks is not None and not self._hooks.are_unchanged():
                 stack.enter_context(self._hooks.restored())
             if buffers is not None:

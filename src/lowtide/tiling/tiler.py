@@ -39,7 +39,7 @@ from lowtide.tiling.assembly import GradBuffer, GradSlice, Outputs
 from lowtide.tiling.surroundings import refuse_compiled_backward
 from lowtide.tiling.tiled_function import UnshardedInBackward, unsharded_in_forward
 from lowtide.tiling.weight_grads import WeightGradAccumulator
-from lowtide.weights import as_in_forward, check_unchanged
+from lowtide.weights import as_in_forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,8 +58,12 @@ def run_tiles(
     grid: TokenGrid,
     ledger: TileLedger,
     accumulate: Accumulate = "auto",
+    weight_grads: WeightGradAccumulator | None = None,
 ) -> Any:
-    """Run the function on `args` and `kwargs`, with every tensor that has a row per token split into tiles."""
+    """Run the function on `args` and `kwargs`, with every tensor that has a row per token split into tiles.
+
+    Weight gradients are summed by `weight_grads`, if several passes share it, or as `accumulate` says.
+    """
     tensors, tree = flatten((args, kwargs))
     del args, kwargs
     fsdp_modules = tiled.fsdp_modules()
@@ -74,7 +78,7 @@ def run_tiles(
         tiles, inputs = _save_inputs(tensors, grid, fsdp_modules)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
         call = _Call(tiled, tree, inputs, AutocastState(tensors[0].device), ledger)
-        _run(call, tiles, WeightGradAccumulator(tiled, accumulate), outputs)
+        _run(call, tiles, weight_grads or WeightGradAccumulator(tiled, accumulate), outputs)
         return outputs.assemble()
 
 
@@ -278,10 +282,9 @@ class _Call:
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
         """Let the module use the weights of its forward, which must be unchanged, and leave its buffers as they are."""
-        check_unchanged(self._weights, self.ledger.name)
         before = None if self.tiled.module is None else Snapshot(self.tiled.module.modules())
         try:
-            with as_in_forward(self._weights):
+            with as_in_forward(self._weights, self.ledger.name):
                 yield
         finally:
             if before is not None:
