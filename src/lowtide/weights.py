@@ -10,7 +10,8 @@ its module holds by then. So the weights are noted when the forward runs, and a 
 
 A module may hold a weight that a call of it does not use: a shared block's adapter for another layer, a shared expert
 that no token chose. An optimizer that acts in backward steps such a weight as soon as its other uses are through, which
-may be before this call is run again. So what counts is the use: of changed weights, every operator is watched.
+may be before this call is run again. So what counts is the use: of changed weights, every operator is watched, and
+every tensor that is saved. (A recompute ends as the last one is saved, before its operator is called.)
 
 Weights that somebody gathers for each use (FSDP's and ZeRO-3's shards) are left to them. `weight.data.mul_(...)` counts
 as no change in torch, and nobody sees it.
@@ -41,7 +42,9 @@ from lowtide._torch import (
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    RefuseSaved = Callable[[torch.Tensor], None]
 
 
 class Weight(NamedTuple):
@@ -139,23 +142,29 @@ def _changed(weights: list[Weight]) -> list[Weight]:
     ]
 
 
-def _refusal(weight: Weight, name: str) -> InPlaceError:
+_CANNOT_TELL = " (whether it is used cannot be seen, because this program compiles code)"
+
+
+def _refusal(weight: Weight, name: str, remark: str = "") -> InPlaceError:
     version, what = version_if_any(weight.tensor), f"{weight.name!r} of shape {tuple(weight.tensor.shape)}"
     if version != weight.version:
         return InPlaceError(
             f"{name}: the weight {what} was modified by an inplace operation between forward and backward, or by the "
-            f"forward itself (it was at version {weight.version} and is now at version {version}). Update weights "
-            "after backward: call backward for all losses of a forward before optimizer.step(), or run the forward "
+            f"forward itself (it was at version {weight.version} and is now at version {version}){remark}. Update "
+            "weights after backward: call backward for all losses of a forward before optimizer.step(), or run the forward "
             "again after it"
         )
     return InPlaceError(
-        f"{name}: the weight {what} was given other data (weight.data = ...) between forward and backward. Do that "
-        "after backward, or before the forward"
+        f"{name}: the weight {what} was given other data (weight.data = ...) between forward and backward"
+        f"{remark}. Do that after backward, or before the forward"
     )
 
 
 class _Uses(TorchDispatchMode):
-    """Refuses the first operator that reads or writes one of these weights, whatever it is reached by."""
+    """Refuses the first operator that reads or writes one of these weights, whatever it is reached by.
+
+    Views are none yet: what is done with them is.
+    """
 
     supports_higher_order_operators = True
 
@@ -172,6 +181,11 @@ class _Uses(TorchDispatchMode):
         if used and not self._weights_among(result):  # it may return a view, and has copied instead
             raise _refusal(used[0], self._name)
         return result
+
+    def refuse_saved(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that is saved for backward, if it is one of these weights or a view of it."""
+        if used := self._weights_among(tensor):
+            raise _refusal(used[0], self._name)
 
     def _weights_among(self, values: Any) -> list[Weight]:
         tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
@@ -208,23 +222,28 @@ def replaced_weights(weights: list[Weight], tensors: list[torch.Tensor]) -> Iter
 
 
 @contextlib.contextmanager
-def as_in_forward(weights: list[Weight], name: str) -> Iterator[None]:
+def as_in_forward(weights: list[Weight], name: str, *, sees_saved: bool = True) -> Iterator[RefuseSaved | None]:
     """Let a module use inside the weights that were noted, each trainable or frozen as it was.
 
-    A use of one whose contents have changed is refused. Of compiled code and of other kinds of weights nobody can tell
-    what it uses: there a change is enough.
+    A use of one whose contents have changed is refused. If there are any, it hands out a function that must be called
+    for each tensor that is saved inside. A change is enough where nobody can tell what is used: if the caller does not
+    see what is saved, of compiled code, and of other kinds of weights.
     """
     changed = _changed(weights)
-    if changed and (has_compiled_code() or any(weight.storage is None for weight in changed)):
-        check_unchanged(changed, name)
+    is_seen = sees_saved and not has_compiled_code() and all(weight.storage is not None for weight in changed)
+    if changed and not is_seen:
+        raise _refusal(changed[0], name, _CANNOT_TELL if has_compiled_code() else "")
     elsewhere = [weight for weight in weights if weight.held_by.get(weight.name) is not weight.tensor]
     flipped = [weight for weight in weights if weight.tensor.requires_grad is not weight.requires_grad]
     with replaced_weights(elsewhere, [weight.tensor for weight in elsewhere]):
         try:
             for weight in flipped:
                 weight.tensor.requires_grad_(weight.requires_grad)
-            with _Uses(changed, name) if changed else contextlib.nullcontext():
-                yield
+            if not changed:
+                yield None
+                return
+            with _Uses(changed, name) as uses:
+                yield uses.refuse_saved
         finally:
             for weight in flipped:
                 weight.tensor.requires_grad_(not weight.requires_grad)

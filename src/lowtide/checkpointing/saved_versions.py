@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lowtide.weights import RefuseSaved
+
     Pack = Callable[[torch.Tensor], Any]
     Unpack = Callable[[Any], torch.Tensor]
 
@@ -41,17 +43,23 @@ def handed_out_checked(region: str, versions: dict[int, int]) -> AbstractContext
     return saved_tensors_hooks(hooks[0], functools.partial(_hand_out, region, versions, hooks[1]))
 
 
-def noting(versions: dict[int, int]) -> AbstractContextManager[Any]:
-    """Note in `versions`, by identity, the version of each tensor that the recompute inside saves."""
+def noting(versions: dict[int, int], refuse_saved: RefuseSaved | None = None) -> AbstractContextManager[Any]:
+    """Note in `versions`, by identity, the version of each tensor that the recompute inside saves.
+
+    Each is shown to `refuse_saved` first, if weights have changed.
+    """
     hooks = checkpoint_hooks()
     if hooks is None:
         return _NO_HOOKS
-    return saved_tensors_hooks(like_hook(functools.partial(_note, versions, hooks[0]), hooks[0]), hooks[1])
+    note = functools.partial(_note, versions, hooks[0], refuse_saved)
+    return saved_tensors_hooks(like_hook(note, hooks[0]), hooks[1])
 
 
 @outside_graph
-def _note(versions: dict[int, int], pack: Pack, tensor: torch.Tensor) -> Any:
+def _note(versions: dict[int, int], pack: Pack, refuse_saved: RefuseSaved | None, tensor: torch.Tensor) -> Any:
     """Note the version of a tensor as it is saved, and let the checkpoint keep it."""
+    if refuse_saved is not None:
+        refuse_saved(tensor)
     version = version_of(tensor)
     # Torch hands out the object that it is given, unless that has a graph. Saved again, changed, it is another object.
     if tensor.requires_grad or versions.get(id(tensor), version) != version:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lowtide.tiling.tile import TokenGrid
     from lowtide.tiling.tiled_function import TiledFunction
     from lowtide.tiling.weight_grads import Accumulate
+    from lowtide.weights import RefuseSaved
 
 
 def run_tiles(
@@ -93,6 +94,7 @@ def _run(
     before = RandomState(*tiles[0])
     for index, tensors in enumerate(tiles):
         tile = _Tile(call, index)
+        buffers = None if call.tiled.is_tried or call.tiled.module is None else Snapshot(call.tiled.module.modules())
         args, kwargs = call.tree.unflatten(tensors)
         with (
             call.inputs.at_hand(tensors),
@@ -102,6 +104,7 @@ def _run(
             torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack),
         ):
             outputs.add(index, call.tiled.run_tile(index, args, kwargs))
+        tile.buffers = None if buffers is None else buffers.noted_small()
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
@@ -280,11 +283,11 @@ class _Call:
         self._current: weakref.ref[_Tile] | None = None
 
     @contextlib.contextmanager
-    def as_in_forward(self) -> Iterator[None]:
+    def as_in_forward(self, tile: _Tile) -> Iterator[None]:
         """Let the module use the weights of its forward, which must be unchanged, and leave its buffers as they are."""
         before = None if self.tiled.module is None else Snapshot(self.tiled.module.modules())
         try:
-            with as_in_forward(self._weights, self.ledger.name):
+            with as_in_forward(self._weights, self.ledger.name) as tile.refuse_saved:
                 yield
         finally:
             if before is not None:
@@ -314,6 +317,10 @@ class _Tile:
 
     def __init__(self, call: _Call, index: int) -> None:
         self.random: RandomState | None = None
+        self.buffers: Snapshot | None = None
+        """What the buffers held before it, if it may read what another tile writes."""
+        self.refuse_saved: RefuseSaved | None = None
+        """Refuses what it saves as it runs again, if that is a weight that was changed."""
         self._call = call
         self._index = index
         self._saved = 0
@@ -353,7 +360,8 @@ class _Tile:
         self._recomputed = []
         with (
             self._until_stopped(),
-            call.as_in_forward(),
+            call.as_in_forward(self),
+            self.buffers.restored(call.ledger.name) if self.buffers is not None else contextlib.nullcontext(),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
             without_parametrize_cache(),
@@ -381,6 +389,8 @@ class _Tile:
 
     @outside_graph
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.refuse_saved is not None:
+            self.refuse_saved(tensor)
         tensor = tensor.detach()  # a node that saved its own output with its graph would keep itself alive forever
         self._recomputed.append((tensor, version_of(tensor)))
         if len(self._recomputed) == self._saved:
