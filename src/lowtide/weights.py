@@ -3,8 +3,8 @@
 Autograd refuses a weight that was changed in place after it was saved. What is recomputed saves none: it reads whatever
 its module holds by then. So the weights are noted when the forward runs, and a recompute
 
-- is refused if it uses one that was modified since: by an optimizer between two backwards, by `weight.data = ...`, or by
-  the forward itself;
+- is refused if it uses one that was modified since: by an optimizer between two backwards, by `weight.data = ...`, or
+  by the forward itself;
 - uses the tensors that the forward used, where the module holds other ones by now: those of
   `torch.func.functional_call` are gone again, and a parameter may have been replaced.
 
@@ -151,8 +151,8 @@ def _refusal(weight: Weight, name: str, remark: str = "") -> InPlaceError:
         return InPlaceError(
             f"{name}: the weight {what} was modified by an inplace operation between forward and backward, or by the "
             f"forward itself (it was at version {weight.version} and is now at version {version}){remark}. Update "
-            "weights after backward: call backward for all losses of a forward before optimizer.step(), or run the forward "
-            "again after it"
+            "weights after backward: call backward for all losses of a forward before optimizer.step(), or run the "
+            "forward again after it"
         )
     return InPlaceError(
         f"{name}: the weight {what} was given other data (weight.data = ...) between forward and backward"
@@ -160,7 +160,7 @@ def _refusal(weight: Weight, name: str, remark: str = "") -> InPlaceError:
     )
 
 
-class _Uses(TorchDispatchMode):
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses the first operator that reads or writes one of these weights, whatever it is reached by.
 
     Views are none yet: what is done with them is.
@@ -169,11 +169,11 @@ class _Uses(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, weights: list[Weight], name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._weights = {_storage(weight.tensor): weight for weight in weights}
         self._name = name
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         used = self._weights_among((args, kwargs))
         if used and not getattr(func, "is_view", False):
             raise _refusal(used[0], self._name)

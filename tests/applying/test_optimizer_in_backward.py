@@ -26,7 +26,13 @@ from support.foreign_warnings import ignore_warnings_of
 
 pytestmark = [ignore_warnings_of("torch", "transformers"), ignore_dropped_caches]
 
-EXACT = ["recompute", "recompute(every=2)", "recompute(keep=attention)", "offload(disk={})", "recompute+offload(disk={})"]
+EXACT = [
+    "recompute",
+    "recompute(every=2)",
+    "recompute(keep=attention)",
+    "offload(disk={})",
+    "recompute+offload(disk={})",
+]
 TILED = ["tile(mlp, tokens=10)", "recompute+tile(mlp, tokens=10)", "recompute+offload(disk={})+tile(mlp, tokens=10)"]
 ROUNDING = 1e-12
 """Tiles sum the products of a weight's gradient in another order: the most that differs of weights in double."""
@@ -203,7 +209,7 @@ def test_a_weight_that_a_region_holds_and_does_not_use_may_be_stepped(use):
 
 @pytest.mark.parametrize("use", [detached, by_an_attribute, only_as_saved, as_a_number])
 def test_a_stepped_weight_that_a_region_uses_is_refused(use):
-    with pytest.raises(InPlaceError, match="region '0': the weight 'weight' of shape .* modified by an inplace"):
+    with pytest.raises(InPlaceError, match=r"region '0': the weight 'weight' of shape .* modified by an inplace"):
         stepped_for(use, "recompute")
 
 
@@ -274,9 +280,7 @@ def peak_of(layers, policy, *, in_backward):
 
 
 @pytest.mark.skipif(IS_4, reason="transformers 4 hands out no eager attention")
-@pytest.mark.parametrize(
-    ("policy", "most"), [("recompute", 0.7), ("recompute+tile(tokens=2, loss_tokens=2)", 1.8)]
-)
+@pytest.mark.parametrize(("policy", "most"), [("recompute", 0.7), ("recompute+tile(tokens=2, loss_tokens=2)", 1.8)])
 def test_gradients_of_one_layer_at_a_time(sim, policy, most):
     """A recompute holds one weight's gradient beside its activations; tiles hold one layer's sums, and a tile's own."""
     few, many = (peak_of(layers, policy, in_backward=True) for layers in (1, 3))

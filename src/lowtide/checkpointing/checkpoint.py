@@ -346,9 +346,7 @@ class _Replay:
         except RuntimeError as error:
             raise recomputation_stop(error) from error
 
-    def _run_again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_saved: RefuseSaved | None = None
-    ) -> Any:
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_saved: RefuseSaved | None = None) -> Any:
         with noting(self._versions, refuse_saved):
             if self.kept is None:
                 return self._function(*args, **kwargs)
