@@ -64,7 +64,7 @@ def test_a_forward_finds_its_weights_and_leaves_what_is_there(change):
     change(model)
     second = dict(model.named_parameters())
     trained = [weight.requires_grad for weight in second.values()]
-    with as_in_forward(noted):
+    with as_in_forward(noted, "a module"):
         assert {name: id(weight) for name, weight in model.named_parameters()} == {n: id(w) for n, w in first.items()}
         assert all(weight.requires_grad for weight in model.parameters())
         assert are_as_noted(noted)

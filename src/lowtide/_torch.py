@@ -544,6 +544,15 @@ def runs_compiled_backward() -> bool:
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
+def has_compiled_code() -> bool:
+    """Return whether this process has compiled anything: compiled code calls operators that no mode sees.
+
+    `torch._dynamo.convert_frame.FRAME_COUNTER`, 2.10. Public replacement: none.
+    """
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return module is not None and module.FRAME_COUNTER > 0
+
+
 def import_dynamo() -> None:
     """Import torch's compiler now: else the first operation under a dispatch mode does it, for a second or two.
 

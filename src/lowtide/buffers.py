@@ -66,6 +66,10 @@ class Snapshot:
             written |= {slots[-1]} if is_unseen else set()
         return self._with(slots, written)
 
+    def noted_small(self) -> Self:
+        """Return a snapshot to run a forward again from that may write to small buffers unseen."""
+        return self.noted(lambda _module, _name, buffer: buffer.nbytes <= SMALL_BYTES)
+
     def unseen_changes(self) -> Iterator[tuple[nn.Module, str]]:
         """Yield the buffers that were written to since, though neither their versions nor their modules tell."""
         for slot in self._slots:

@@ -3,10 +3,15 @@
 Autograd refuses a weight that was changed in place after it was saved. What is recomputed saves none: it reads whatever
 its module holds by then. So the weights are noted when the forward runs, and a recompute
 
-- is refused if one of them was modified since: by an optimizer between two backwards, by `weight.data = ...`, or by the
-  forward itself;
+- is refused if it uses one that was modified since: by an optimizer between two backwards, by `weight.data = ...`, or
+  by the forward itself;
 - uses the tensors that the forward used, where the module holds other ones by now: those of
   `torch.func.functional_call` are gone again, and a parameter may have been replaced.
+
+A module may hold a weight that a call of it does not use: a shared block's adapter for another layer, a shared expert
+that no token chose. An optimizer that acts in backward steps such a weight as soon as its other uses are through, which
+may be before this call is run again. So what counts is the use: of changed weights, every operator is watched, and
+every tensor that is saved. (A recompute ends as the last one is saved, before its operator is called.)
 
 Weights that somebody gathers for each use (FSDP's and ZeRO-3's shards) are left to them. `weight.data.mul_(...)` counts
 as no change in torch, and nobody sees it.
@@ -24,8 +29,11 @@ from torch import nn
 
 from lowtide._torch import (
     FSDP1_MARK,
+    TorchDispatchMode,
+    has_compiled_code,
     is_functorch_wrapped,
     parts_of,
+    pytree,
     storage_key,
     version_if_any,
     version_of,
@@ -34,7 +42,9 @@ from lowtide._torch import (
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    RefuseSaved = Callable[[torch.Tensor], None]
 
 
 class Weight(NamedTuple):
@@ -108,22 +118,65 @@ def is_fsdp1(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
-def check_unchanged(weights: list[Weight], name: str) -> None:
-    """Raise if a weight was changed since forward, as autograd does for saved tensors: gradients would be wrong."""
-    for weight in weights:
-        version, shape = version_if_any(weight.tensor), weight.tensor.shape
-        if version != weight.version:
-            raise InPlaceError(
-                f"{name}: the weight {weight.name!r} of shape {tuple(shape)} was modified by an inplace operation "
-                f"between forward and backward, or by the forward itself (it was at version {weight.version} and is "
-                f"now at version {version}). Update weights after backward: call backward for all losses of a forward "
-                "before optimizer.step(), or run the forward again after it"
-            )
-        if weight.storage is not None and _storage(weight.tensor) != weight.storage:
-            raise InPlaceError(
-                f"{name}: the weight {weight.name!r} of shape {tuple(shape)} was given other data (weight.data = ...) "
-                "between forward and backward. Do that after backward, or before the forward"
-            )
+def _changed(weights: list[Weight]) -> list[Weight]:
+    """Return the weights whose contents are not those of the forward, as far as torch knows."""
+    return [
+        weight
+        for weight in weights
+        if version_if_any(weight.tensor) != weight.version
+        or (weight.storage is not None and _storage(weight.tensor) != weight.storage)
+    ]
+
+
+_CANNOT_TELL = " (whether it is used cannot be seen, because this program compiles code)"
+
+
+def _refusal(weight: Weight, name: str, remark: str = "") -> InPlaceError:
+    version, what = version_if_any(weight.tensor), f"{weight.name!r} of shape {tuple(weight.tensor.shape)}"
+    if version != weight.version:
+        return InPlaceError(
+            f"{name}: the weight {what} was modified by an inplace operation between forward and backward, or by the "
+            f"forward itself (it was at version {weight.version} and is now at version {version}){remark}. Update "
+            "weights after backward: call backward for all losses of a forward before optimizer.step(), or run the "
+            "forward again after it"
+        )
+    return InPlaceError(
+        f"{name}: the weight {what} was given other data (weight.data = ...) between forward and backward"
+        f"{remark}. Do that after backward, or before the forward"
+    )
+
+
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses the first operator that reads or writes one of these weights, whatever it is reached by.
+
+    Views are none yet: what is done with them is.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: list[Weight], name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = {_storage(weight.tensor): weight for weight in weights}
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used = self._weights_among((args, kwargs))
+        if used and not getattr(func, "is_view", False):
+            raise _refusal(used[0], self._name)
+        result = func(*args, **(kwargs or {}))
+        if used and not self._weights_among(result):  # it may return a view, and has copied instead
+            raise _refusal(used[0], self._name)
+        return result
+
+    def refuse_saved(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that is saved for backward, if it is one of these weights or a view of it."""
+        if used := self._weights_among(tensor):
+            raise _refusal(used[0], self._name)
+
+    def _weights_among(self, values: Any) -> list[Weight]:
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        return [self._weights[key] for key in map(_storage, strided) if key in self._weights]
 
 
 def are_as_noted(weights: list[Weight]) -> bool:
@@ -158,15 +211,28 @@ def replaced_weights(weights: list[Weight], tensors: list[torch.Tensor]) -> Iter
 
 
 @contextlib.contextmanager
-def as_in_forward(weights: list[Weight]) -> Iterator[None]:
-    """Let a module use inside the weights that were noted, each trainable or frozen as it was."""
+def as_in_forward(weights: list[Weight], name: str, *, sees_saved: bool = True) -> Iterator[RefuseSaved | None]:
+    """Let a module use inside the weights that were noted, each trainable or frozen as it was.
+
+    A use of one whose contents have changed is refused. If there are any, it hands out a function that must be called
+    for each tensor that is saved inside. A change is enough where nobody can tell what is used: if the caller does not
+    see what is saved, of compiled code, and of other kinds of weights.
+    """
+    changed = _changed(weights)
+    is_seen = sees_saved and not has_compiled_code() and all(weight.storage is not None for weight in changed)
+    if changed and not is_seen:
+        raise _refusal(changed[0], name, _CANNOT_TELL if has_compiled_code() else "")
     elsewhere = [weight for weight in weights if weight.held_by.get(weight.name) is not weight.tensor]
     flipped = [weight for weight in weights if weight.tensor.requires_grad is not weight.requires_grad]
     with replaced_weights(elsewhere, [weight.tensor for weight in elsewhere]):
         try:
             for weight in flipped:
                 weight.tensor.requires_grad_(weight.requires_grad)
-            yield
+            if not changed:
+                yield None
+                return
+            with _Uses(changed, name) as uses:
+                yield uses.refuse_saved
         finally:
             for weight in flipped:
                 weight.tensor.requires_grad_(not weight.requires_grad)

@@ -18,6 +18,7 @@ from lowtide._torch import (
     CHECKPOINT_KEYWORDS,
     CheckpointSettings,
     CompiledCall,
+    checkpoint_hooks,
     graph_break,
     hooks_module,
     pop_hooks,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lowtide.checkpointing.keeping import Keeping, KeptCall
+    from lowtide.weights import RefuseSaved
 
 T = TypeVar("T")
 
@@ -350,13 +352,13 @@ class _Replay:
         try:
             if state is None or state.is_as_noted():
                 return self._run_again(args, kwargs)
-            with state.restored():
-                return self._run_again(args, kwargs)
+            with state.restored(sees_saved=checkpoint_hooks() is not None) as refuse_saved:
+                return self._run_again(args, kwargs, refuse_saved)
         except RuntimeError as error:
             raise recomputation_stop(error) from error
 
-    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_noted = note_saved(self.versions)
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_saved: RefuseSaved | None = None) -> Any:
+        is_noted = note_saved(self.versions, refuse_saved)
         try:
             if self.kept is None:
                 return self._function(*args, **kwargs)

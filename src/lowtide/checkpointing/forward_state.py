@@ -30,13 +30,14 @@ from lowtide.weights import (
     Weight,
     are_as_noted,
     as_in_forward,
-    check_unchanged,
     weights_in,
     without_moved,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from lowtide.weights import RefuseSaved
 
 LOOKS = 2
 """How many calls of a region are looked at closely."""
@@ -139,13 +140,17 @@ class ForwardState:
         return are_hooks_as_noted and are_as_noted(self._weights) and self._attributes.are_unchanged()
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Let the modules find inside what was noted, or refuse to; afterwards they are as they are now."""
+    def restored(self, *, sees_saved: bool) -> Iterator[RefuseSaved | None]:
+        """Let the modules find inside what was noted, or refuse to; afterwards they are as they are now.
+
+        If weights have changed, it hands out a function that must be called for each tensor that is saved inside;
+        `sees_saved` says whether the caller can.
+        """
+        refuse_saved = None
         buffers = self._buffers if self._before is None else self._before.noted(self._habits.writes_unseen)
         with contextlib.ExitStack() as stack:
             if not are_as_noted(self._weights):
-                check_unchanged(self._weights, self._name)
-                stack.enter_context(as_in_forward(self._weights))
+                refuse_saved = stack.enter_context(as_in_forward(self._weights, self._name, sees_saved=sees_saved))
             if self._hooks is not None and not self._hooks.are_unchanged():
                 stack.enter_context(self._hooks.restored())
             if buffers is not None:
@@ -153,7 +158,7 @@ class ForwardState:
             stack.enter_context(self._attributes.restored())
             if self._random is not None:
                 stack.enter_context(self._random.restored())
-            yield
+            yield refuse_saved
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yield the buffers of the modules."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lowtide.weights import RefuseSaved
+
     Pack = Callable[[torch.Tensor], Any]
     Unpack = Callable[[Any], torch.Tensor]
 
@@ -39,21 +41,23 @@ def check_handed_out(region: str, versions: dict[int, int]) -> bool:
     return True
 
 
-def note_saved(versions: dict[int, int]) -> bool:
+def note_saved(versions: dict[int, int], refuse_saved: RefuseSaved | None = None) -> bool:
     """Note in `versions`, by identity, the version of each tensor that a recompute saves from now on.
 
-    Returns whether it put hooks in force: the caller ends them (`pop_hooks`).
+    Each is shown to `refuse_saved` first, if weights have changed. Returns whether it put hooks in force: the caller ends them (`pop_hooks`).
     """
     hooks = checkpoint_hooks()
     if hooks is None:
         return False
-    push_hooks(like_hook(functools.partial(_note, versions, hooks[0]), hooks[0]), hooks[1])
+    push_hooks(like_hook(functools.partial(_note, versions, hooks[0], refuse_saved), hooks[0]), hooks[1])
     return True
 
 
 @graph_break("this is Lowtide's own work, and no part of a graph")  # as is what it calls, torch's hook
-def _note(versions: dict[int, int], pack: Pack, tensor: torch.Tensor) -> Any:
+def _note(versions: dict[int, int], pack: Pack, refuse_saved: RefuseSaved | None, tensor: torch.Tensor) -> Any:
     """Note the version of a tensor as it is saved, and let the checkpoint keep it."""
+    if refuse_saved is not None:
+        refuse_saved(tensor)
     version = version_of(tensor)
     # Torch hands out the object that it is given, unless that has a graph. Saved again, changed, it is another object.
     if tensor.requires_grad or versions.get(id(tensor), version) != version:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
+from lowtide._torch import parts_of
 from lowtide.attributes import AttributeHabits, NotedAttributes
 from lowtide.buffers import Snapshot
 from lowtide.noted_hooks import NotedHooks
-from lowtide.weights import as_in_forward, check_unchanged, parts_of
+from lowtide.weights import as_in_forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lowtide.tiling.tiled_function import TiledFunction
+    from lowtide.weights import RefuseSaved
 
 
 class Noted(NamedTuple):
@@ -34,7 +36,7 @@ class CallState:
         self._name = name
         self._module = tiled.module
         self._weights = tiled.weights()
-        self._parts = [] if tiled.module is None else parts_of(tiled.module)
+        self._parts = [] if tiled.module is None else parts_of([tiled.module])
         self._called = self._parts if tiled.function is tiled.module else self._parts[1:]
         """The parts whose hooks run: not the module itself, if its forward is called from within them."""
         self._habits = AttributeHabits()
@@ -44,15 +46,17 @@ class CallState:
         return Noted(NotedHooks(self._called), self._habits.note(self._parts))
 
     @contextlib.contextmanager
-    def restored(self, noted: Noted) -> Iterator[None]:
-        """Let a tile find that inside, and unchanged weights; afterwards the module is as it is now."""
-        check_unchanged(self._weights, self._name)
+    def restored(self, noted: Noted) -> Iterator[RefuseSaved | None]:
+        """Let a tile find that inside, and unchanged weights; afterwards the module is as it is now.
+
+        If weights have changed, it hands out a function that must be called for each tensor that is saved inside.
+        """
         before = None if self._module is None else Snapshot(self._module.modules())
         with contextlib.ExitStack() as stack:
             if before is not None:
                 stack.callback(lambda: before.changed().restore())
-            stack.enter_context(as_in_forward(self._weights))
+            refuse_saved = stack.enter_context(as_in_forward(self._weights, self._name))
             if not noted.hooks.are_unchanged():
                 stack.enter_context(noted.hooks.restored())
             stack.enter_context(noted.attributes.restored())
-            yield
+            yield refuse_saved

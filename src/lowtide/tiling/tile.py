@@ -72,7 +72,8 @@ def tile(
         raise InvalidValueError(f"tile needs a tensor whose last dimension holds features, got {type(x).__name__}")
     name = getattr(function, "__qualname__", type(function).__qualname__)
     ledger = TileLedger(name)
-    return tile_call(TiledFunction(function), x, (x, *args), kwargs, ledger, tokens=tokens, accumulate=accumulate)  # type: ignore[no-any-return]
+    tiled = TiledFunction(function, is_tried=False)
+    return tile_call(tiled, x, (x, *args), kwargs, ledger, tokens=tokens, accumulate=accumulate)  # type: ignore[no-any-return]
 
 
 tile.__module__ = "lowtide"
@@ -84,7 +85,7 @@ def tile_call(tiled: TiledFunction, *args: Any, **settings: Any) -> Any:
     compiler = swap_compiler(None)
     try:
         if compiler is not None:
-            tiled = TiledFunction(CompiledCall(tiled.function, compiler), tiled.module)
+            tiled = TiledFunction(CompiledCall(tiled.function, compiler), tiled.module, is_tried=tiled.is_tried)
         return _tile_call(tiled, *args, **settings)
     finally:
         swap_compiler(compiler)

@@ -37,6 +37,7 @@ from lowtide.tiling.key_values import KeyValueGrads, fused_attention, hand_out, 
 from lowtide.tiling.tile import TokenGrid
 from lowtide.tiling.tiled_function import TiledFunction
 from lowtide.tiling.tiler import run_tiles
+from lowtide.tiling.weight_grads import WeightGradAccumulator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,7 +173,9 @@ def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSet
     block = _Block(tiled, arguments, grid, look.call.module, batch, seeds, settings, in_order=in_order)
     key, value = block.key_values(look.call, tensors)
     with recorded(functools.partial(_joined, batch), settings.tiles):
-        output = run_tiles(block.second_pass(), (key, value, *tensors), {}, grid, ledger, settings.accumulate)
+        output = run_tiles(
+            block.second_pass(), (key, value, *tensors), {}, grid, ledger, settings.accumulate, block.weight_grads
+        )
     outputs, tree = flatten(output)
     return tree.unflatten([tensor.movedim(0, 1).contiguous() for tensor in outputs])
 
@@ -238,6 +241,8 @@ class _Block:
         is_checkpointed = hooks_module() == CHECKPOINT_HOOKS or not torch.is_grad_enabled()
         self.writes = in_order and is_checkpointed and graph_task_id() < 0
         """Whether the tiles of the second pass write K and V themselves, because nobody saves them."""
+        self.weight_grads: WeightGradAccumulator | None = None
+        """Sums the gradients of weights over both passes, if both have a graph."""
         self.token: torch.Tensor | None = None
         """Links each tile's attention to that of the tile before it."""
 
@@ -248,8 +253,12 @@ class _Block:
             return empty[0].unsqueeze(0), empty[1].unsqueeze(0)
         given = [tensor.detach() for tensor in tensors] if self.in_order else list(tensors)
         first_pass = TiledFunction(self._first_tile, self._tiled.module, takes_index=True)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.in_order), recorded():
-            key, value = run_tiles(first_pass, tuple(given), {}, self.grid, TileLedger("keys and values"))
+        if torch.is_grad_enabled() and not self.in_order:
+            self.weight_grads = WeightGradAccumulator(first_pass, self._settings.accumulate, every=True)
+        with torch.set_grad_enabled(self.weight_grads is not None), recorded():
+            key, value = run_tiles(
+                first_pass, tuple(given), {}, self.grid, TileLedger("keys and values"), weight_grads=self.weight_grads
+            )
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         if not self.in_order:
             key, value = hand_out(self.grads, key, value)

@@ -33,12 +33,19 @@ class TiledFunction:
     """A function and its module, if there is one: `module`, the function itself, or the object it is a method of."""
 
     def __init__(
-        self, function: Callable[..., Any], module: nn.Module | None = None, *, takes_index: bool = False
+        self,
+        function: Callable[..., Any],
+        module: nn.Module | None = None,
+        *,
+        takes_index: bool = False,
+        is_tried: bool = True,
     ) -> None:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         self.function = function
         self._takes_index = takes_index
         self.module = owner if module is None and isinstance(owner, nn.Module) else module
+        self.is_tried = is_tried
+        """Whether a trial has shown that no tile changes a buffer that others read."""
 
     def run_tile(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function for one tile; with the tile's number first, if it takes that."""

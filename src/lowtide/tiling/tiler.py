@@ -31,6 +31,7 @@ from lowtide._torch import (
     version_of,
     without_parametrize_cache,
 )
+from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from lowtide.tiling.tile import TokenGrid
     from lowtide.tiling.tiled_function import TiledFunction
     from lowtide.tiling.weight_grads import Accumulate
+    from lowtide.weights import RefuseSaved
 
 
 def run_tiles(
@@ -57,8 +59,12 @@ def run_tiles(
     grid: TokenGrid,
     ledger: TileLedger,
     accumulate: Accumulate = "auto",
+    weight_grads: WeightGradAccumulator | None = None,
 ) -> Any:
-    """Run the function on `args` and `kwargs`, with every tensor that has a row per token split into tiles."""
+    """Run the function on `args` and `kwargs`, with every tensor that has a row per token split into tiles.
+
+    Weight gradients are summed by `weight_grads`, if several passes share it, or as `accumulate` says.
+    """
     tensors, tree = flatten((args, kwargs))
     del args, kwargs
     fsdp_modules = tiled.fsdp_modules()
@@ -73,7 +79,7 @@ def run_tiles(
         tiles, inputs = _save_inputs(tensors, grid, fsdp_modules)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
         call = _Call(tiled, tree, inputs, AutocastState(tensors[0].device), ledger)
-        _run(call, tiles, WeightGradAccumulator(tiled, accumulate), outputs)
+        _run(call, tiles, weight_grads or WeightGradAccumulator(tiled, accumulate), outputs)
         return outputs.assemble()
 
 
@@ -88,6 +94,7 @@ def _run(
     before = RandomState(*tiles[0])
     for index, tensors in enumerate(tiles):
         tile = _Tile(call, index)
+        buffers = None if call.tiled.is_tried or call.tiled.module is None else Snapshot(call.tiled.module.modules())
         args, kwargs = call.tree.unflatten(tensors)
         with (
             call.inputs.at_hand(tensors),
@@ -97,6 +104,7 @@ def _run(
             torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack),
         ):
             outputs.add(index, call.tiled.run_tile(index, args, kwargs))
+        tile.buffers = None if buffers is None else buffers.noted_small()
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
@@ -298,6 +306,10 @@ class _Tile:
 
     def __init__(self, call: _Call, index: int) -> None:
         self.random: RandomState | None = None
+        self.buffers: Snapshot | None = None
+        """What the buffers held before it, if it may read what another tile writes."""
+        self.refuse_saved: RefuseSaved | None = None
+        """Refuses what it saves as it runs again, if that is a weight that was changed."""
         self._call = call
         self._noted = call.state.note()
         self._index = index
@@ -338,7 +350,8 @@ class _Tile:
         self._recomputed = []
         with (
             self._until_stopped(),
-            call.state.restored(self._noted),
+            call.state.restored(self._noted) as self.refuse_saved,
+            self.buffers.restored(call.ledger.name) if self.buffers is not None else contextlib.nullcontext(),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
             without_parametrize_cache(),
@@ -369,6 +382,8 @@ class _Tile:
 
     @outside_graph
     def _record(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.refuse_saved is not None:
+            self.refuse_saved(tensor)
         number, found = len(self._recomputed), _kind_of(tensor)
         if found != self._saved[number]:
             before, now = (f"{tuple(shape)} {dtype}" for shape, dtype in (self._saved[number], found))

@@ -10,6 +10,9 @@ complete when the last of those is done: at a different time on each rank. ZeRO-
 in which they arrive, so one expert's would be added to another's. Autograd runs the youngest node first, and
 placeholders are older than all tiles: whichever tiles use a weight, the placeholders come after them, in one order. So
 such a weight gets one, too, in its own type: a view.
+
+So do all weights of a function that runs in two passes, whose second pass is through before the first one is run again.
+An optimizer that acts in backward would step weights in between that the first pass computes with, or just holds.
 """
 
 from __future__ import annotations
@@ -61,13 +64,16 @@ class _Alias(torch.autograd.Function):
 
 
 class WeightGradAccumulator:
-    """Collects the gradients of one call's weights: one placeholder for each weight that needs it."""
+    """Collects the gradients of one call's weights: one placeholder for each weight that needs it, or for `every` one.
 
-    def __init__(self, tiled: TiledFunction, accumulate: Accumulate) -> None:
+    It is made before the tiles run, and before the first of two passes.
+    """
+
+    def __init__(self, tiled: TiledFunction, accumulate: Accumulate, *, every: bool = False) -> None:
         weights = [weight for weight in tiled.weights() if _can_have_placeholder(weight.tensor)]
         in_float32 = _summed_in_float32(tiled, weights, accumulate)
-        skippable = _weights_tiles_may_skip(tiled)
-        self._weights = [weight for weight in weights if weight.tensor in in_float32 | skippable]
+        in_turn = {weight.tensor for weight in weights} if every else _weights_tiles_may_skip(tiled)
+        self._weights = [weight for weight in weights if weight.tensor in in_float32 | in_turn]
         self._placeholders = {
             tensor: _Float32Placeholder.apply(tensor) if tensor in in_float32 else tensor.view_as(tensor)  # type: ignore[no-untyped-call]
             for tensor in dict.fromkeys(weight.tensor for weight in self._weights)
