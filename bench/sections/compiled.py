@@ -25,7 +25,8 @@ TITLE = "Compiled models"
 ABOUT = """\
 Training steps of a Llama ({llama[layers]} layers, {llama[width]} wide, {llama[tokens]} tokens) on the CPU with one
 thread, in turns; a ratio is the median over {rounds} rounds, with its quartiles. `torch.compile` makes kernels with
-inductor, of each layer (`layer.compile()`) or of the whole model (`model.compile()`). Compiling is not part of the time.
+inductor, of each layer (`layer.compile()`) or of the whole model (`model.compile()`). Compiling is not part of the
+time.
 
 Graphs and their breaks are those of {layers} layers that share their code: after a first step, and after steps with
 {lengths} other numbers of tokens. Gradients are compared with those of the model that is not compiled."""

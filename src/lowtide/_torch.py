@@ -432,7 +432,7 @@ def send_compiler_away() -> Any:
 
     `torch._C._dynamo.eval_frame._set_lru_cache`, 2.10. Public replacement: none.
     """
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
     return swap_compiler(None)
 
 
