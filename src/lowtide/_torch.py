@@ -458,7 +458,8 @@ def graph_break(reason: str) -> Callable[[C], C]:
 def outside_graph(function: C) -> C:
     """Make a function a break of the graph in compiled code, with all that it calls.
 
-    This is `torch.compiler.disable`, which imports the compiler (a second or two) as the decorator is applied.
+    The attributes of `graph_break`, 2.10. Public replacement: `torch.compiler.disable`, which imports the compiler (a
+    second or two) as the decorator is applied.
     """
 
     @functools.wraps(function)
