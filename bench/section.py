@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Say = Callable[[str, int, int], None]
     """Told what is being measured, how many measurements are done, and how many there are."""
 
-NAMES = ("overhead", "selective", "freed", "virtual_clock", "tiling", "attention", "loss", "disk", "tools")
+NAMES = ("overhead", "compiled", "selective", "freed", "virtual_clock", "tiling", "attention", "loss", "disk", "tools")
 """In the order in which they run and are shown."""
 
 

@@ -443,8 +443,22 @@ swap_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 compiler away from all that is inside, and nothing calls it back."""
 
 
+def send_compiler_away() -> Any:
+    """Let no compiler look into the functions that this thread calls, and return the one that did (`swap_compiler`).
+
+    From now on, torch looks among the graphs of a function for the oldest that fits a call. By default it begins with
+    the one that ran last, so that a recompute, or a tile's second run, could get another graph than its forward did
+    (one for any length instead of one for this length), which may save other tensors. It concerns the speed of that
+    search alone, and is not put back: the backwards of graphs that exist need it.
+
+    `torch._C._dynamo.eval_frame._set_lru_cache`, 2.10. Public replacement: none.
+    """
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+    return swap_compiler(None)
+
+
 def graph_break(reason: str) -> Callable[[C], C]:
-    """Make a function a break of the graph in compiled code. It must first send the compiler away (`swap_compiler`).
+    """Make a function a break of the graph in compiled code. It must first send the compiler away.
 
     With `fullgraph=True`, torch's error gives the reason. `torch._C._dynamo.eval_frame.set_code_exec_strategy`, and the
     attributes by which `torch.compiler.disable` marks its functions, 2.10. Public replacement: that decorator, which
@@ -465,11 +479,12 @@ def graph_break(reason: str) -> Callable[[C], C]:
 def outside_graph(function: C) -> C:
     """Make a function a break of the graph in compiled code, with all that it calls.
 
-    This is `torch.compiler.disable`, which imports the compiler (a second or two) as the decorator is applied.
+    The attributes of `graph_break`, 2.10. Public replacement: `torch.compiler.disable`, which imports the compiler (a
+    second or two) as the decorator is applied.
     """
 
     @functools.wraps(function)
-    @graph_break("this is Lowtide's own work, and no part of a graph")
+    @graph_break("this is work of a Lowtide policy, and no part of a graph: compile without fullgraph=True")
     def outside(*args: Any, **kwargs: Any) -> Any:
         compiler = swap_compiler(None)
         try:

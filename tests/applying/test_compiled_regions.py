@@ -143,12 +143,21 @@ def test_in_a_compiled_model_each_region_is_compiled(policy, compile_it):
     assert breaks <= 2 * (LAYERS + 2), "at most two for each seam: those of regions, of the head and of the model"
 
 
-def test_one_graph_of_the_whole_is_refused_with_the_remedy():
+@pytest.mark.parametrize(
+    ("policy", "compile_it", "told"),
+    [
+        ("recompute", lambda model, **how: model.compile(**how), r"the seam of a Lowtide policy.*layer\.compile"),
+        ("recompute", wrapped, r"the seam of a Lowtide policy.*each of the model's layers, in place"),
+        ("recompute+tile(mlp, tokens=16)", in_place, r"as tile\(mlp\) does.*such layers without fullgraph=True"),
+        ("tile(attention, tokens=12)", in_place, r"work of a Lowtide policy.*compile without fullgraph=True"),
+    ],
+)
+def test_one_graph_across_a_seam_is_refused_with_the_remedy(policy, compile_it, told):
     model = llama()
-    lowtide.apply(model, "recompute")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a Lowtide policy acts on this module.*layer\.compile"):
-        steps(model, compiled)
+    lowtide.apply(model, policy)
+    compile_it(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
+        steps(model)
 
 
 def test_other_lengths_are_compiled_once_more_and_no_more():
@@ -165,6 +174,10 @@ def test_other_lengths_are_compiled_once_more_and_no_more():
     assert counter.frame_count == graphs
 
 
+def has_attention(counter):
+    return any("scaled_dot_product_attention" in str(graph.code) for graph in counter.graphs)
+
+
 def test_accelerate_compiles_repeated_blocks():
     counter = CompileCounterWithBackend("eager")
     model = llama()
@@ -172,7 +185,99 @@ def test_accelerate_compiles_repeated_blocks():
     lowtide.apply(model, "recompute")
     repeated(model, backend=counter)
     assert error(steps(model), expected) == 0
-    assert any("scaled_dot_product_attention" in str(graph.code) for graph in counter.graphs)
+    assert has_attention(counter)
+
+
+def test_the_model_that_accelerate_makes_with_compiled_regions_is_compiled_and_has_the_policy():
+    counter = CompileCounterWithBackend("eager")
+    model = llama()
+    expected = steps(model)
+    applied = lowtide.apply(model, "recompute+tile(loss, loss_tokens=16)")
+    made = accelerate.utils.compile_regions(model, backend=counter)
+    assert error(steps(made), expected) <= 1e-5
+    assert has_attention(counter)
+    report = applied.report()
+    assert [region.recomputes for region in report.regions] == [2] * LAYERS
+    assert [head.calls for head in report.tiles] == [2]
+
+
+def compile_repeated_blocks(model, **settings):
+    """As diffusers' method of that name: each module of a class that the model names is compiled in place."""
+    for part in model.modules():
+        if type(part).__name__ == "LlamaDecoderLayer":
+            part.compile(**settings)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_blocks_that_are_compiled_by_their_class_are_one_graph(when):
+    counter = CompileCounterWithBackend("eager")
+    model = llama()
+    expected = steps(model)
+    if when == "before":
+        compile_repeated_blocks(model, backend=counter, fullgraph=True)
+    lowtide.apply(model, "recompute")
+    if when == "after":
+        compile_repeated_blocks(model, backend=counter, fullgraph=True)
+    assert error(steps(model), expected) == 0
+    assert counter.frame_count == 1
+
+
+class Runs:
+    """A backend that notes which of its graphs runs."""
+
+    def __init__(self):
+        self.graphs = 0
+        self.noted = []
+
+    def __call__(self, graph, _inputs):
+        self.graphs += 1
+        number = self.graphs
+
+        def run(*args):
+            self.noted.append(number)
+            return graph(*args)
+
+        return run
+
+    def taken(self):
+        taken, self.noted = self.noted, []
+        return taken
+
+
+def test_a_recompute_runs_the_graph_that_its_forward_ran():
+    """A graph of one length fits no other, and one of any length fits all: which is taken must not change meanwhile."""
+    runs = Runs()
+    model = Stack().train()
+    lowtide.apply(model, "recompute")
+    for layer in model.layers:
+        layer.compile(backend=runs)
+    outputs = [model(torch.randn(2, n, 32, requires_grad=True)).sum() for n in (24, 32, 24)]
+    forward = runs.taken()
+    assert set(forward) == {1, 2}, "of one length, and of any"
+    for output in outputs:
+        output.backward()
+    assert runs.taken() == forward
+
+
+def test_random_numbers_of_compiled_tiles_are_drawn_again():
+    """The last tiles are shorter, and run in another graph."""
+    block = Block().train()
+    compiled = torch.compile(block, backend="inductor")
+
+    def gradients(run):
+        torch.manual_seed(0)
+        block.zero_grad()
+        outputs = [run(torch.randn(1, length, 32)).square().sum() for length in (40, 31)]
+        for output in outputs:
+            output.backward()
+        return [parameter.grad.clone() for parameter in block.parameters()]
+
+    def at_once(x):
+        return torch.cat([compiled(part) for part in x.tensor_split(-(-x.shape[1] // 16), dim=1)], dim=1)
+
+    expected = gradients(at_once)
+    for ours, one in zip(gradients(lambda x: lowtide.tile(compiled, x, tokens=16)), expected, strict=True):
+        torch.testing.assert_close(ours, one, rtol=1e-6, atol=1e-6)
 
 
 class Block(nn.Module):
@@ -198,8 +303,7 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "autocast"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)])
 def test_random_numbers_autocast_and_early_stop_are_those_of_the_compiled_model(backend, autocast):
     def gradients(policy):
         torch._dynamo.reset()
@@ -229,6 +333,10 @@ def test_copies_of_a_model_that_is_compiled_inside_run_plainly():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  (our own bytes)
         assert error(steps(twin), expected) == 0
     assert counter.frame_count == 0
+    in_place(twin, backend=counter)
+    lowtide.apply(twin, "recompute")
+    assert error(steps(twin), expected) == 0
+    assert counter.frame_count == 1
     assert error(steps(model), expected) == 0
     assert counter.frame_count == 1
 

@@ -319,6 +319,14 @@ def recomputed_shapes() -> None:
 
 
 @trouble
+def one_graph_with_a_seam() -> None:
+    model = stack()
+    lowtide.apply(model, "recompute")
+    model.compile(backend="eager", fullgraph=True)
+    model(torch.randn(4, 8))
+
+
+@trouble
 def second_derivative() -> None:
     hidden = torch.randn(4, 8, requires_grad=True)
     loss = lowtide.linear_cross_entropy(hidden, torch.randn(16, 8), torch.randint(0, 16, (4,)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
@@ -30,6 +31,8 @@ from lowtide._torch import (
     compiled_like,
     graph_break,
     make_data_parallel_refuse,
+    parameters_of,
+    send_compiler_away,
     swap_compiler,
 )
 from lowtide.errors import LowtideError
@@ -38,6 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
+
+
+IS_NO_GRAPH = (
+    "this is the seam of a Lowtide policy, which acts on a module and is no part of a graph. Compile without "
+    "fullgraph=True; or compile each of the model's layers, in place: layer.compile(fullgraph=True). A policy that "
+    "acts inside of a layer, as tile(mlp) does, breaks its graph, too: compile such layers without fullgraph=True"
+)
+"""What torch says of a seam if it is to be in a graph."""
 
 
 class Runtime(Protocol):
@@ -76,19 +87,16 @@ class Seam:
             raise LowtideError("the module of this forward is gone: call the module, not a forward taken from it")
         return module
 
-    @graph_break(
-        "a Lowtide policy acts on this module, and what it does is no part of a graph. Compile without fullgraph=True, "
-        "or compile the model's blocks instead of the whole, each in place: layer.compile(fullgraph=True)"
-    )
+    @graph_break(IS_NO_GRAPH)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiler = swap_compiler(None)
+        compiler = send_compiler_away()
         try:
-            return self._call(compiler, args, kwargs)
+            return self.call_on(self.module, compiler, args, kwargs)
         finally:
             swap_compiler(compiler)
 
-    def _call(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.module
+    def call_on(self, module: nn.Module, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of the module, or of one that shares all it has, without the compiler around it."""
         forward = self._original_forward(module)
         if self._compiled is not None:
             forward = self._compiled.forward
@@ -108,20 +116,27 @@ class Seam:
         return inspect.signature(self._original_forward(self.module))
 
     @property
+    def __self__(self) -> nn.Module | None:
+        return self._module()
+
+    @property
     def __func__(self) -> _Unbound:
         return _Unbound(self)
 
     def _original_forward(self, module: nn.Module) -> Callable[..., Any]:
         """Return the module's forward as it was. It holds the module: a backward may outlive the model's last name."""
-        if self.replaced is not None:
-            return self.replaced  # type: ignore[no-any-return]
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+        if self.replaced is None:
+            return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+        if module is not self._module() and hasattr(self.replaced, "__func__"):
+            return types.MethodType(self.replaced.__func__, module)
+        return self.replaced  # type: ignore[no-any-return]
 
     def install(self) -> None:
         """Put this in the place of the module's forward."""
         module = self.module
         if not isinstance(self.replaced, Seam):
-            self._compiled = _Compiled.take(module, self._original_forward(module))
+            ended = _compiled_of_ended_seams(module.__dict__.get("forward"))
+            self._compiled = ended or _Compiled.take(module, self._original_forward(module))
         module.__dict__["forward"] = self
         module.__dict__["compile"] = _CompileInside(self)
         make_data_parallel_refuse(module, _refuse_data_parallel)
@@ -214,6 +229,14 @@ def _below_ended_seams(forward: Any) -> Any:
     return forward
 
 
+def _compiled_of_ended_seams(forward: Any) -> _Compiled | None:
+    """Return how a copy of a model was compiled in place, which its seams, that run plainly, know."""
+    found = None
+    while isinstance(forward, Seam) and forward.runtime is None:
+        found, forward = forward._compiled or found, forward.replaced
+    return found
+
+
 def seams_of(module: nn.Module) -> Iterator[Seam]:
     """Yield the seams in force on a module itself, outermost first."""
     seam = module.__dict__.get("forward")
@@ -224,7 +247,11 @@ def seams_of(module: nn.Module) -> Iterator[Seam]:
 
 
 class _Unbound:
-    """A seam as a plain function of its module, which can be bound to a module again; on a copy it runs plainly."""
+    """A seam as a plain function of its module, which can be bound to a module again; on a copy it runs plainly.
+
+    accelerate's `compile_regions` binds it to another module with the same parameters and buffers, and with compiled
+    parts in the places of these: there, the policy acts.
+    """
 
     def __init__(self, seam: Seam) -> None:
         self._seam = seam
@@ -233,10 +260,17 @@ class _Unbound:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(type(self._seam.module).forward)
 
+    @graph_break(IS_NO_GRAPH)
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is not self._seam._module():
-            return type(module).forward(module, *args, **kwargs)
-        return self._seam(*args, **kwargs)
+        compiler = send_compiler_away()
+        try:
+            own = self._seam._module()
+            if own is not None and parameters_of(module) is parameters_of(own):
+                return self._seam.call_on(module, compiler, args, kwargs)
+            forward = type(module).forward.__get__(module)
+            return (forward if compiler is None else CompiledCall(forward, compiler))(*args, **kwargs)
+        finally:
+            swap_compiler(compiler)
 
 
 def _refuse_data_parallel() -> NoReturn:

@@ -23,6 +23,7 @@ from lowtide._torch import (
     hooks_module,
     pop_hooks,
     recomputation_stop,
+    send_compiler_away,
     swap_compiler,
     transforms_around,
     uncompiled,
@@ -183,7 +184,7 @@ def _wrap(
 
 @graph_break("lowtide.checkpoint is no part of a graph: compile without fullgraph=True, or compile its function")
 def _checkpoint(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], *settings: Any) -> T:
-    compiler = swap_compiler(None)
+    compiler = send_compiler_away()
     try:
         inside: Callable[..., T] = function if compiler is None else CompiledCall(function, compiler)
         return _run_once(inside, args, kwargs, *settings)

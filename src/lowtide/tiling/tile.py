@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from lowtide._torch import CompiledCall, graph_break, parameters_of, swap_compiler
+from lowtide._torch import CompiledCall, graph_break, parameters_of, send_compiler_away, swap_compiler
 from lowtide.counters import TileLedger
 from lowtide.errors import InvalidValueError
 from lowtide.tiling.collectives import largest_in
@@ -82,7 +82,7 @@ tile.__module__ = "lowtide"
 @graph_break("tiles are no part of a graph: compile without fullgraph=True, or compile what runs in them")
 def tile_call(tiled: TiledFunction, *args: Any, **settings: Any) -> Any:
     """Run one call of a function in tiles (`_tile_call`). What a compiler around it looks into is compiled in each."""
-    compiler = swap_compiler(None)
+    compiler = send_compiler_away()
     try:
         if compiler is not None:
             tiled = TiledFunction(CompiledCall(tiled.function, compiler), tiled.module, is_tried=tiled.is_tried)
