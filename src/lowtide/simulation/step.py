@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lowtide.policy import Policy
     from lowtide.recording import Event
     from lowtide.regions import Region
+    from lowtide.simulation.optimizers import Optimizers
     from lowtide.targets.job import Job
 
     MakeBatch = Callable[[nn.Module, torch.device], Any]
@@ -98,12 +99,13 @@ def record(
     parallel.claim_weights()
     with ledger:
         batch = make_batch(model, ledger.device)
-    optimizer = parallel.make_optimizer()
+    optimizers = parallel.make_optimizer()
     # No probe: it compares numbers, and there are none. A real run makes it once, on a few tokens.
     applied = apply_policy(model, policy, probe=False)
     tracker = RegionTracker(ledger, find_regions(model), parallel)
     ledger.logits_width = _logits_width(model)
     with contextlib.ExitStack() as stack:
+        stack.callback(parallel.remove_hooks)
         stack.callback(applied.remove)
         stack.enter_context(tracker)
         stack.enter_context(ledger)
@@ -111,7 +113,7 @@ def record(
         start, began = len(ledger.events), ledger.clock.compute.time
         for tensor in tensors_in(pytree.tree_leaves(batch)):
             ledger.claim(tensor, "batch", "")
-        _train(model, batch, ledger, tracker, parallel, optimizer)
+        _train(model, batch, ledger, tracker, parallel, optimizers)
         ended = ledger.clock.synchronize()
         report = applied.report()
     return Recording(
@@ -143,7 +145,7 @@ def _train(
     ledger: Ledger,
     tracker: RegionTracker,
     parallel: Parallel,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
 ) -> None:
     ledger.phase = "forward"
     parallel.begin_forward()
@@ -154,8 +156,8 @@ def _train(
     tracker.end_backward()
     parallel.end_backward()
     ledger.phase = "optimizer"
-    optimizer.step()
-    optimizer.zero_grad()
+    if not parallel.steps_in_backward:
+        optimizers.step_after_backward()
     parallel.end_step()
 
 
