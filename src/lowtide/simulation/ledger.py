@@ -18,6 +18,7 @@ from lowtide._torch import TorchDispatchMode, operator_of, storage_key
 from lowtide.recording import Event, Moment, Owner, tensors_in, tensors_of
 from lowtide.simulation import values
 from lowtide.simulation.attention import workspace_of
+from lowtide.simulation.collectives import Traffic
 from lowtide.simulation.costs import cost_of
 from lowtide.simulation.meta_tensors import MetaKernels
 
@@ -39,6 +40,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.operations = 0
         self.phase = "build"
+        self.traffic = Traffic()
+        """What ranks that share a batch exchange."""
         self.in_optimizer = False
         """Whether the optimizer works inside backward: what it makes is its own."""
         self.regions: list[str] = [""]

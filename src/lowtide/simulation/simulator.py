@@ -21,6 +21,7 @@ from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_e
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
 from lowtide.simulation.region_costs import region_costs
 from lowtide.simulation.step import simulate
+from lowtide.simulation.tensor_parallel import divides_head, require_divisible
 from lowtide.targets.batches import make_batch, put_on
 from lowtide.targets.job import DTYPES
 from lowtide.targets.models import build, build_with_batch
@@ -66,6 +67,8 @@ class Simulator:
         self._job = job
         self._accelerator = accelerator
         model, self._batch = build_with_batch(target, job)
+        if job.tp > 1:
+            require_divisible(model, job.tp)
         self._stack = find_stack(model)
         self._names = [region.name for region in find_regions(model)]
         config: Any = getattr(model, "config", None)
@@ -78,7 +81,7 @@ class Simulator:
             dtype=_most_common_dtype(model),
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
-            tile_options=find_tile_options(model),
+            tile_options=find_tile_options(model, tp=job.tp),
         )
         self._recorded = functools.cache(self._record)
 
@@ -119,14 +122,15 @@ class Simulator:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
 
 
-def find_tile_options(model: nn.Module) -> list[str]:
+def find_tile_options(model: nn.Module, tp: int = 1) -> list[str]:
     """List what can run in tiles, from the least to the most: the loss, then the MLPs, then whole blocks.
 
     The loss must be that of a model with a head as transformers' models have it. A block runs in tiles if its call of
-    attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs.
+    attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs. A head that `tp`
+    divides cannot.
     """
     try:
-        has_loss = count_classes(find_head(model).module) > 0
+        has_loss = count_classes(find_head(model).module) > 0 and not (tp > 1 and divides_head(model))
     except NoRegionError:
         has_loss = False
     regions = find_regions(model)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,11 @@ from lowtide.recording import tensors_in
 from lowtide.regions import find_head, find_regions
 from lowtide.simulation.attention import Attention
 from lowtide.simulation.clock import DEVICE, Clock
+from lowtide.simulation.collectives import Group
 from lowtide.simulation.device import simulated_device
 from lowtide.simulation.ledger import Ledger
 from lowtide.simulation.parallel import Parallel
+from lowtide.simulation.tensor_parallel import divide_weights, require_divisible, require_whole_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +75,8 @@ class Recording:
     """Seconds of compute by phase and region."""
     left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Why blocks do not run in tiles as the policy says, and which."""
+    traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    """Counts and bytes of what ranks that share a batch exchange, by phase and kind."""
 
 
 def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
@@ -95,6 +100,7 @@ def record(
 ) -> Recording:
     """Run the step itself, inside a simulated device."""
     model.train()
+    exchanges = _share_batch(model, job, policy, ledger, accelerator.network if accelerator else math.inf)
     parallel = Parallel(model, job, ledger, accelerator)
     parallel.claim_weights()
     with ledger:
@@ -106,6 +112,8 @@ def record(
     ledger.logits_width = _logits_width(model)
     with contextlib.ExitStack() as stack:
         stack.callback(parallel.remove_hooks)
+        for handle in exchanges:
+            stack.callback(handle.remove)
         stack.callback(applied.remove)
         stack.enter_context(tracker)
         stack.enter_context(ledger)
@@ -128,7 +136,19 @@ def record(
         kept={region.name: region.kept_outputs for region in report.regions},
         region_seconds=tracker.seconds,
         left_alone=_left_alone(report),
+        traffic=ledger.traffic.to_dict(),
     )
+
+
+def _share_batch(
+    model: nn.Module, job: Job, policy: Policy, ledger: Ledger, bytes_per_second: float
+) -> list[Any]:
+    """Leave a model the part that one rank has of it, and return the handles of the hooks that exchange the rest."""
+    if job.tp == 1:
+        return []
+    require_divisible(model, job.tp)
+    require_whole_head(model, policy)
+    return divide_weights(model, Group(job.tp, ledger, bytes_per_second))
 
 
 def _left_alone(report: Report) -> dict[str, list[str]]:

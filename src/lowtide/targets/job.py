@@ -191,7 +191,19 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
             "DeepSpeed's own optimizer steps after backward",
             "Plan it with engine='fsdp2'",
         ),
-        *((getattr(job, name) > 1, f"{name} ({kind})", "not yet", "Plan it without") for name, kind in PARALLEL.items()),
+        (
+            job.tp > 1 and job.lora is not None,
+            "tp with adapters",
+            "transformers' plans name the weights of the model alone",
+            "Plan all weights, or plan adapters with engine='fsdp2'",
+        ),
+        (
+            job.tp > 1 and job.engine.startswith("zero"),
+            f"tp with {job.engine}",
+            "DeepSpeed divides layers by rules of its own",
+            "Plan it with engine='fsdp2'",
+        ),
+        *((getattr(job, name) > 1, f"{name} ({kind})", "not yet", "Plan it without") for name, kind in PARALLEL.items() if name != "tp"),
     ]
 
 
