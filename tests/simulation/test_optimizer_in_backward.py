@@ -80,9 +80,9 @@ def test_sharded_gradients_go_region_by_region():
     config = {**CONFIG.to_dict(), "use_cache": False}
     target = find_target(type(CONFIG)(**config))
     after, within = (
-        Simulator(
-            target, Job(tokens=512, engine="fsdp2", ranks=4, optimizer_in_backward=choice), L40S
-        ).estimate("recompute", exact=True)
+        Simulator(target, Job(tokens=512, engine="fsdp2", ranks=4, optimizer_in_backward=choice), L40S).estimate(
+            "recompute", exact=True
+        )
         for choice in (False, True)
     )
     assert within.peak_bytes < after.peak_bytes

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+
 def standing_bytes(model: nn.Module, batch: dict[str, Any]) -> int:
     """This rank's weights, buffers and batch."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *batch.values())}

@@ -115,7 +115,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _owner_of(self, tensor: torch.Tensor) -> Owner:
         is_logits = self.logits_width and tensor.dim() and tensor.shape[-1] == self.logits_width
-        kind = "optimizer" if self.phase == "optimizer" or self.in_optimizer else "logits" if is_logits else "activations"
+        kind = (
+            "optimizer" if self.phase == "optimizer" or self.in_optimizer else "logits" if is_logits else "activations"
+        )
         return Owner(kind, self.moment.region)
 
     def _allocate(self, tensor: torch.Tensor, owner: Owner) -> None:

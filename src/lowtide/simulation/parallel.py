@@ -88,7 +88,9 @@ class Parallel:
             self._optimizers = Optimizers(self._optimized_parameters(), self._job, self._ledger)
         if self._job.optimizer_in_backward and not self._job.shards_gradients:
             self._hooks = [
-                parameter.register_post_accumulate_grad_hook(lambda done: self._reduce([done]))
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda done: self._reduce([done])
+                )
                 for parameter in self._trained
             ]
         return self._optimizers

@@ -1,8 +1,8 @@
 """Models sequence parallelism as DeepSpeed Ulysses does it (`UlyssesSPAttentionHF`): a rank has a part of the tokens.
 
-Around attention, ranks exchange: each gets all tokens of its share of the heads, and gives back its tokens of all heads.
-Of keys and values with fewer heads than there are ranks, every rank gets one head, which is copied for it. Queries, keys
-and values are exchanged one by one, laid out anew before and after, and so is what attention returns.
+Around attention, ranks exchange: each gets all tokens of its share of the heads, and gives back its tokens of all
+heads. Of keys and values with fewer heads than there are ranks, every rank gets one head, which is copied for it.
+Queries, keys and values are exchanged one by one, laid out anew before and after, and so is what attention returns.
 
 `divided_heads` takes the place of transformers' attention function, as DeepSpeed does.
 """
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.errors import PlanError
+from lowtide.errors import InvalidValueError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
 
+    from lowtide.policy import Policy
     from lowtide.simulation.collectives import Group
 
 _FUNCTION = "sdpa"
@@ -29,24 +30,34 @@ _FUNCTION = "sdpa"
 
 def require_heads(model: nn.Module, ranks: int) -> None:
     """Refuse a model whose attention cannot be exchanged among this many ranks."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
     if heads is None or getattr(text, "_attn_implementation", None) != _FUNCTION:
         raise PlanError(
-            f"sp={ranks}: the attention of {name} is not transformers' {_FUNCTION!r}, where Ulysses takes its place: plan "
-            "it without sp"
+            f"sp={ranks}: the attention of {name} is not transformers' {_FUNCTION!r}, where Ulysses takes its place: "
+            "plan it without sp"
         )
     keys = getattr(text, "num_key_value_heads", None) or heads
     if heads % ranks:
         raise PlanError(
-            f"sp={ranks}: {name} has {heads} attention heads, which cannot be divided among {ranks} ranks: plan it with "
-            f"an sp that divides {heads}"
+            f"sp={ranks}: {name} has {heads} attention heads, which cannot be divided among {ranks} ranks: plan it "
+            f"with an sp that divides {heads}"
         )
     if keys % ranks and ranks % keys:
         raise PlanError(
-            f"sp={ranks}: {name} has {keys} key value heads, which can neither be divided among {ranks} ranks nor copied "
-            "to them: plan it with an sp that divides them, or is a multiple of them"
+            f"sp={ranks}: {name} has {keys} key value heads, which can neither be divided among {ranks} ranks nor "
+            "copied to them: plan it with an sp that divides them, or is a multiple of them"
+        )
+
+
+def require_whole_attention(policy: Policy) -> None:
+    """Refuse a policy that tiles attention, as applying it does where attention reaches other ranks."""
+    if "attention" in policy.tile:
+        raise InvalidValueError(
+            "tile(attention) with sp: attention reaches the tokens of other ranks, and a tile would have those of its "
+            "own rank alone. Leave attention out: tile(mlp, loss)"
         )
 
 

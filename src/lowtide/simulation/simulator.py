@@ -20,6 +20,7 @@ from lowtide.regions import calls_attention, find_head, find_mlps, find_regions
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
 from lowtide.simulation.region_costs import region_costs
+from lowtide.simulation.sequence_parallel import require_heads
 from lowtide.simulation.step import simulate
 from lowtide.simulation.tensor_parallel import divides_head, require_divisible
 from lowtide.targets.batches import make_batch, put_on
@@ -69,6 +70,8 @@ class Simulator:
         model, self._batch = build_with_batch(target, job)
         if job.tp > 1:
             require_divisible(model, job.tp)
+        if job.sp > 1:
+            require_heads(model, job.sp)
         self._stack = find_stack(model)
         self._names = [region.name for region in find_regions(model)]
         config: Any = getattr(model, "config", None)
@@ -81,7 +84,7 @@ class Simulator:
             dtype=_most_common_dtype(model),
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
-            tile_options=find_tile_options(model, tp=job.tp),
+            tile_options=find_tile_options(model, tp=job.tp, sp=job.sp),
         )
         self._recorded = functools.cache(self._record)
 
@@ -122,12 +125,12 @@ class Simulator:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
 
 
-def find_tile_options(model: nn.Module, tp: int = 1) -> list[str]:
+def find_tile_options(model: nn.Module, tp: int = 1, sp: int = 1) -> list[str]:
     """List what can run in tiles, from the least to the most: the loss, then the MLPs, then whole blocks.
 
     The loss must be that of a model with a head as transformers' models have it. A block runs in tiles if its call of
     attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs. A head that `tp`
-    divides cannot.
+    divides cannot run in tiles, nor attention that `sp` spreads over ranks.
     """
     try:
         has_loss = count_classes(find_head(model).module) > 0 and not (tp > 1 and divides_head(model))
@@ -139,7 +142,7 @@ def find_tile_options(model: nn.Module, tp: int = 1) -> list[str]:
     if find_mlps(regions):
         parts.insert(0, "mlp")
         options.append(f"tile({', '.join(parts)})")
-    if any(calls_attention(region.module) for region in regions):
+    if sp == 1 and any(calls_attention(region.module) for region in regions):
         options.append(str(Policy(tile=("attention", *parts))))
     return options
 

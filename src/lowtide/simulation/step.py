@@ -31,10 +31,11 @@ from lowtide.simulation.collectives import Group
 from lowtide.simulation.device import simulated_device
 from lowtide.simulation.ledger import Ledger
 from lowtide.simulation.parallel import Parallel
+from lowtide.simulation.sequence_parallel import divided_heads, require_heads, require_whole_attention
 from lowtide.simulation.tensor_parallel import divide_weights, require_divisible, require_whole_head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
     from typing import Self
 
@@ -100,7 +101,19 @@ def record(
 ) -> Recording:
     """Run the step itself, inside a simulated device."""
     model.train()
-    exchanges = _share_batch(model, job, policy, ledger, accelerator.network if accelerator else math.inf)
+    with _shared_batch(model, job, policy, ledger, accelerator.network if accelerator else math.inf):
+        return _record_rank(model, make_batch, job, policy, ledger, attention, accelerator)
+
+
+def _record_rank(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    job: Job,
+    policy: Policy,
+    ledger: Ledger,
+    attention: Attention,
+    accelerator: Accelerator | None,
+) -> Recording:
     parallel = Parallel(model, job, ledger, accelerator)
     parallel.claim_weights()
     with ledger:
@@ -112,8 +125,6 @@ def record(
     ledger.logits_width = _logits_width(model)
     with contextlib.ExitStack() as stack:
         stack.callback(parallel.remove_hooks)
-        for handle in exchanges:
-            stack.callback(handle.remove)
         stack.callback(applied.remove)
         stack.enter_context(tracker)
         stack.enter_context(ledger)
@@ -140,15 +151,22 @@ def record(
     )
 
 
-def _share_batch(
+@contextlib.contextmanager
+def _shared_batch(
     model: nn.Module, job: Job, policy: Policy, ledger: Ledger, bytes_per_second: float
-) -> list[Any]:
-    """Leave a model the part that one rank has of it, and return the handles of the hooks that exchange the rest."""
-    if job.tp == 1:
-        return []
-    require_divisible(model, job.tp)
-    require_whole_head(model, policy)
-    return divide_weights(model, Group(job.tp, ledger, bytes_per_second))
+) -> Iterator[None]:
+    """Leave a model the part that one rank has of it, and let it exchange the rest inside."""
+    with contextlib.ExitStack() as stack:
+        if job.tp > 1:
+            require_divisible(model, job.tp)
+            require_whole_head(model, policy)
+            for handle in divide_weights(model, Group(job.tp, ledger, bytes_per_second)):
+                stack.callback(handle.remove)
+        if job.sp > 1:
+            require_heads(model, job.sp)
+            require_whole_attention(policy)
+            stack.enter_context(divided_heads(Group(job.sp, ledger, bytes_per_second)))
+        yield
 
 
 def _left_alone(report: Report) -> dict[str, list[str]]:

@@ -68,8 +68,8 @@ def _require_heads(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
         count = getattr(text, field, None)
         if isinstance(count, int) and count % ranks:
             raise PlanError(
-                f"tp={ranks}: {type(model).__name__} has {count} {field[4:].replace('_', ' ')}, which cannot be divided "
-                f"among {ranks} ranks: plan it with a tp that divides {count}"
+                f"tp={ranks}: {type(model).__name__} has {count} {field[4:].replace('_', ' ')}, which cannot be "
+                f"divided among {ranks} ranks: plan it with a tp that divides {count}"
             )
 
 
@@ -151,7 +151,9 @@ def _exchange_around(module: nn.Module, style: str, group: Group) -> list[Any]:
         ]
     if style == "replicated_with_grad_allreduce":
         return [
-            weight.register_post_accumulate_grad_hook(lambda done: group.send(done.grad.nbytes, "all_reduce"))
+            weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda done: group.send(done.grad.nbytes, "all_reduce")
+            )
             for weight in module.parameters()
             if weight.requires_grad
         ]
@@ -162,7 +164,9 @@ def _to_experts(args: tuple[Any, ...], group: Group) -> tuple[Any, ...]:
     """Sum the gradients of the hidden states and of the router's weights, which each rank's experts have a part of."""
     hidden, *rest = args
     shared = [
-        group.copy_to_ranks(thing, in_place=True) if isinstance(thing, torch.Tensor) and thing.is_floating_point() else thing
+        group.copy_to_ranks(thing, in_place=True)
+        if isinstance(thing, torch.Tensor) and thing.is_floating_point()
+        else thing
         for thing in rest
     ]
     return group.copy_to_ranks(hidden, in_place=True), *shared

@@ -97,7 +97,13 @@ class Job:
     def _check_parallelism(self) -> None:
         if self.ranks % self.shared_by:
             asked = " x ".join(f"{name}={getattr(self, name)}" for name in PARALLEL if getattr(self, name) > 1)
-            raise InvalidValueError(f"{self.ranks} ranks cannot be divided into groups of {asked}: {self.shared_by} each")
+            raise InvalidValueError(
+                f"{self.ranks} ranks cannot be divided into groups of {asked}: {self.shared_by} each"
+            )
+        if self.tokens is not None and self.tokens % self.parts:
+            raise InvalidValueError(
+                f"{self.tokens} tokens cannot be divided into {self.parts} parts of the same length: give a multiple"
+            )
         if self.microbatches is not None and self.pp == 1:
             raise InvalidValueError("microbatches are what a pipeline takes through its stages: give pp=2 or more too")
 
@@ -119,10 +125,10 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Return the length of each sequence, for batches that are made from it."""
+        """Return the length of a rank's part of each sequence, for batches that are made from it."""
         if self.tokens is None:
             raise InvalidValueError("the model comes without a batch: give tokens=, the length of each sequence")
-        return self.tokens
+        return self.tokens // self.parts
 
     @property
     def shared_by(self) -> int:
@@ -203,7 +209,30 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
             "DeepSpeed divides layers by rules of its own",
             "Plan it with engine='fsdp2'",
         ),
-        *((getattr(job, name) > 1, f"{name} ({kind})", "not yet", "Plan it without") for name, kind in PARALLEL.items() if name != "tp"),
+        (
+            job.sp > 1 and job.tp > 1,
+            "sp with tp",
+            "Ulysses exchanges all heads, and tp leaves a rank only some",
+            "Plan one of them",
+        ),
+        (
+            job.sp > 1 and job.images is not None,
+            "sp with images",
+            "Ulysses would take the place of the vision tower's attention too",
+            "Plan text alone",
+        ),
+        *(
+            (
+                getattr(job, name) > 1,
+                f"{name} ({PARALLEL[name]})",
+                reason,
+                "Plan it with sp, tp or engine='fsdp2', which divide a step as well",
+            )
+            for name, reason in (
+                ("cp", "the keys and values that ring attention gathers, and its sums in float32, are not counted"),
+                ("pp", "the microbatches that wait in each stage are not counted"),
+            )
+        ),
     ]
 
 
