@@ -94,7 +94,11 @@ def test_transformers_attention_is_put_back():
             3,
             "has 2 key value heads, which can neither be divided among 3 ranks nor copied",
         ),
-        (transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=100), 2, "is not transformers' 'sdpa'"),
+        (
+            transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=100),
+            2,
+            "is not transformers' 'sdpa'",
+        ),
     ],
 )
 def test_models_that_cannot_exchange_are_refused(config: object, sp: int, message: str):
