@@ -86,10 +86,14 @@ def plan(
     sp: Annotated[
         int, typer.Option(min=1, help="Divide sequences among N ranks, and attention by heads (DeepSpeed Ulysses).")
     ] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Divide sequences among N ranks, which gather keys and values.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Divide the layers among N ranks, in a 1F1B pipeline.")] = 1,
+    cp: Annotated[
+        int, typer.Option(min=1, help="Divide sequences among N ranks, which gather keys and values. Not modelled yet.")
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option(min=1, help="Divide the layers among N ranks, in a pipeline. Not modelled yet.")
+    ] = 1,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Batches that a pipeline takes per step. Default: two per stage.")
+        int | None, typer.Option(min=1, help="Batches that a pipeline takes per step. Not modelled yet.")
     ] = None,
     batch: Annotated[
         int, typer.Option(min=1, help="Sequences per rank, or per group of ranks that share a batch.")
