@@ -15,7 +15,7 @@ from lowtide.simulation.attention import Attention
 from lowtide.simulation.clock import DEVICE, Clock, Stream
 from lowtide.simulation.device import simulated_device
 from lowtide.simulation.ledger import Ledger
-from lowtide.simulation.parallel import FusedAdamW
+from lowtide.simulation.optimizers import FusedAdamW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,6 +6,7 @@ makes it a judge of the simulator.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import tempfile
@@ -23,8 +24,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def train(model: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def train(model: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
     model(**batch).loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def step_in_backward(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """An optimizer for each weight, and a hook that takes its step and frees the gradient."""
+    optimizers = [torch.optim.AdamW([parameter], lr=1e-4, foreach=True) for parameter in parameters]
+    for parameter, optimizer in zip(parameters, optimizers, strict=True):
+        parameter.register_post_accumulate_grad_hook(functools.partial(_step, optimizer))
+    return optimizers
+
+
+def _step(optimizer: torch.optim.Optimizer, _parameter: nn.Parameter) -> None:
     optimizer.step()
     optimizer.zero_grad()
 
@@ -72,14 +87,18 @@ def _spans(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]
     return [(event["ts"], event["ts"] + event["dur"]) for event in found]
 
 
-def real_peak(model: nn.Module, batch: dict[str, Any], policy: str) -> int:
+def real_peak(model: nn.Module, batch: dict[str, Any], policy: str, *, in_backward: bool = False) -> int:
     """The peak of the second step of a real run: weights, states and all."""
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+    if in_backward:
+        optimizer, optimizers = None, step_in_backward(trained)
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+        optimizers = [optimizer]
     with lowtide.apply(model, policy):
         train(model, batch, optimizer)
-        states = [value for state in optimizer.state.values() for value in state.values()]
+        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
         standing = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *states)}
         inputs = sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
         return sum(standing.values()) + inputs + profiled_peak(lambda: train(model, batch, optimizer))

@@ -70,11 +70,34 @@ def plan(
     host_budget: Annotated[
         str | None, typer.Option(help="Host memory that offload may pin per rank. Default: twice the device's memory.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of processes, one per device.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of processes, one per device. Default: those that share a batch by --tp, --sp, --cp and --pp.",
+        ),
+    ] = None,
     engine: Annotated[
         EngineName | None, typer.Option(help="How the ranks share the work. Default for several ranks: ddp.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Divide each layer's weights among N ranks, by the model's own plan.")
+    ] = 1,
+    sp: Annotated[
+        int, typer.Option(min=1, help="Divide sequences among N ranks, and attention by heads (DeepSpeed Ulysses).")
+    ] = 1,
+    cp: Annotated[
+        int, typer.Option(min=1, help="Divide sequences among N ranks, which gather keys and values. Not modelled yet.")
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option(min=1, help="Divide the layers among N ranks, in a pipeline. Not modelled yet.")
+    ] = 1,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Batches that a pipeline takes per step. Not modelled yet.")
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Sequences per rank, or per group of ranks that share a batch.")
+    ] = 1,
     images: Annotated[str | None, typer.Option(help="Pictures per sequence, and their size: 4x1024x1024.")] = None,
     lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters. Default: full fine-tuning.")] = None,
     lora_dtype: Annotated[
@@ -84,6 +107,13 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="Type of the weights: bf16, fp16 or fp32. Default: bf16.")] = None,
     masters: Annotated[bool, typer.Option(help="The optimizer keeps float32 copies of the weights.")] = False,
     optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw_foreach, adamw8bit or sgd.")] = "adamw",
+    optimizer_in_backward: Annotated[
+        bool,
+        typer.Option(
+            "--optimizer-in-backward",
+            help="Update each weight in backward and free its gradient. Leaves no room for clipping or accumulation.",
+        ),
+    ] = False,
     attention: Annotated[str, typer.Option(help="auto, flash, efficient, cudnn or math.")] = "auto",
     policy: Annotated[str | None, typer.Option(help="Simulate only this policy, with every layer.")] = None,
     longest: Annotated[
@@ -124,12 +154,18 @@ def plan(
         "images": images,
         "ranks": ranks,
         "engine": engine.value if engine else None,
+        "tp": tp,
+        "sp": sp,
+        "cp": cp,
+        "pp": pp,
+        "microbatches": microbatches,
         "lora": lora,
         "lora_dtype": lora_dtype,
         "base": "4bit" if four_bit else "plain",
         "dtype": dtype,
         "masters": masters,
         "optimizer": optimizer,
+        "optimizer_in_backward": optimizer_in_backward,
         "attention": attention,
     }
     limits: dict[str, Any] = {
@@ -288,7 +324,7 @@ def _headline(plan: Plan) -> str:
 
     job, summary = plan.job, plan.summary
     trained = f"LoRA {job.lora}" if job.lora else "full fine-tuning"
-    where = f"{job.ranks} x {plan.accelerator.name} ({job.engine})" if job.ranks > 1 else plan.accelerator.name
+    where = f"{job.ranks} x {plan.accelerator.name} ({job.parallelism})" if job.ranks > 1 else plan.accelerator.name
     return (
         f"[bold]{escape(summary.name)}[/] ({summary.parameters / 1e9:.3g} billion weights), {trained}, "
         f"{job.size}, {where}, {format_bytes(plan.budget)}"

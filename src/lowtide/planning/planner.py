@@ -44,8 +44,13 @@ def plan(
     batch_size: int = 1,
     images: tuple[int, int, int] | str | None = None,
     device: str | Accelerator | None = None,
-    ranks: int = 1,
+    ranks: int | None = None,
     engine: str | None = None,
+    tp: int = 1,
+    sp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    microbatches: int | None = None,
     lora: int | None = None,
     lora_targets: Sequence[str] = LORA_TARGETS,
     lora_dtype: str = "fp32",
@@ -53,6 +58,7 @@ def plan(
     dtype: str | None = None,
     masters: bool = False,
     optimizer: str = "adamw",
+    optimizer_in_backward: bool = False,
     attention: str = "auto",
     budget: int | str | None = None,
     host_budget: int | str | None = None,
@@ -73,6 +79,9 @@ def plan(
     the host memory for each rank (by default, twice the device's). With `policy`, only that one is simulated. `exact`
     simulates every layer instead of extrapolating from a few.
 
+    `tp`, `sp`, `cp` and `pp` say how many ranks share one batch, and in which way; `engine` joins the other `ranks`,
+    which are all there are. A batch is what such a group of ranks gets, and with `pp` a microbatch.
+
     One real training step runs through the real engine in a separate process, on tensors that have shapes and no
     memory, and every allocation is counted.
     """
@@ -88,8 +97,14 @@ def plan(
         lora_dtype=lora_dtype,
         base=base,
         optimizer=optimizer,
+        optimizer_in_backward=optimizer_in_backward,
         engine=engine,
         ranks=ranks,
+        tp=tp,
+        sp=sp,
+        cp=cp,
+        pp=pp,
+        microbatches=microbatches,
         attention=attention,
     )
     accelerator = resolve_accelerator(device, calibration)

@@ -43,6 +43,8 @@ class Estimate:
     """Bytes at the peak by region and kind of owner."""
     left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Why blocks do not run in tiles as the policy says, and which of those that were simulated."""
+    traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    """How often ranks that share a batch exchange something, and how many bytes one rank sends, by phase and kind."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -77,6 +79,7 @@ def exact_estimate(policy: str, recording: Recording) -> Estimate:
         ],
         regions=regions,
         left_alone=recording.left_alone,
+        traffic=recording.traffic,
     )
 
 
@@ -102,4 +105,11 @@ def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
         kernels=long.kernels,
         exact=False,
         left_alone=long.left_alone,
+        traffic={
+            kind: {
+                figure: round(extrapolate(short.traffic.get(kind, {}).get(figure, 0), number))
+                for figure, number in figures.items()
+            }
+            for kind, figures in long.traffic.items()
+        },
     )

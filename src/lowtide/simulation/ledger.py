@@ -18,6 +18,7 @@ from lowtide._torch import TorchDispatchMode, operator_of, storage_key
 from lowtide.recording import Event, Moment, Owner, tensors_in, tensors_of
 from lowtide.simulation import values
 from lowtide.simulation.attention import workspace_of
+from lowtide.simulation.collectives import Traffic
 from lowtide.simulation.costs import cost_of
 from lowtide.simulation.meta_tensors import MetaKernels
 
@@ -39,6 +40,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.operations = 0
         self.phase = "build"
+        self.traffic = Traffic()
+        """What ranks that share a batch exchange."""
+        self.in_optimizer = False
+        """Whether the optimizer works inside backward: what it makes is its own."""
         self.regions: list[str] = [""]
         """The regions that run now, the innermost last; `""` is outside all regions."""
         self.logits_width = 0
@@ -110,7 +115,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _owner_of(self, tensor: torch.Tensor) -> Owner:
         is_logits = self.logits_width and tensor.dim() and tensor.shape[-1] == self.logits_width
-        kind = "optimizer" if self.phase == "optimizer" else "logits" if is_logits else "activations"
+        kind = (
+            "optimizer" if self.phase == "optimizer" or self.in_optimizer else "logits" if is_logits else "activations"
+        )
         return Owner(kind, self.moment.region)
 
     def _allocate(self, tensor: torch.Tensor, owner: Owner) -> None:

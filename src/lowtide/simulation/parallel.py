@@ -8,8 +8,6 @@ states, ZeRO-2 the gradients too, ZeRO-3 and FSDP2 the weights as well: a region
 Traffic has its own stream beside compute. A region's gradients are sent when its backward is over, each once, and the
 optimizer waits for the last of them. DDP sums them on all ranks (two rounds); where the optimizer's states are sharded,
 each rank gets its share (one round), and ZeRO-1 and -2 gather the new weights after the optimizer's step.
-
-`FusedAdamW` models the fused and the 8-bit AdamW, for which torch has no meta kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import torch
 from lowtide._torch import parameters_of, storage_key
 from lowtide.regions import find_regions
 from lowtide.simulation.clock import Stream
+from lowtide.simulation.optimizers import Optimizers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,10 +55,11 @@ class Parallel:
         self._gathered: dict[str, tuple[Any, float]] = {}
         self._shares: list[torch.nn.Parameter] = []
         self._sent: set[int] = set()
+        self._hooks: list[Any] = []
 
     def claim_weights(self) -> None:
         """Count weights in the form in which the engine keeps them."""
-        ranks = self._job.ranks if self._job.shards_weights else 1
+        ranks = self._job.data_ranks if self._job.shards_weights else 1
         for name, module in self._model.named_modules():
             for parameter in parameters_of(module).values():
                 if parameter is not None:
@@ -81,31 +81,25 @@ class Parallel:
     def _region_of(self, module: str) -> str:
         return next((region for region in self._order if module == region or module.startswith(f"{region}.")), "")
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self) -> Optimizers:
         """Make the optimizer over this rank's share, with its states in place."""
         self._ledger.phase = "optimizer"
         with self._ledger:
-            parameters = self._optimized_parameters()
-            optimizer = self._new_optimizer(parameters)
-            if self._job.optimizer == "adamw_foreach":
-                for parameter in parameters:
-                    parameter.grad = torch.zeros_like(parameter)
-                optimizer.step()
-                optimizer.zero_grad()
-        return optimizer
-
-    def _new_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        if self._job.optimizer == "adamw_foreach":
-            return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
-        if self._job.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=1e-4, foreach=False)
-        return FusedAdamW(parameters, torch.uint8 if self._job.optimizer == "adamw8bit" else None)
+            self._optimizers = Optimizers(self._optimized_parameters(), self._job, self._ledger)
+        if self._job.optimizer_in_backward and not self._job.shards_gradients:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda done: self._reduce([done])
+                )
+                for parameter in self._trained
+            ]
+        return self._optimizers
 
     def _optimized_parameters(self) -> list[torch.nn.Parameter]:
         """Return what the optimizer works on: the weights, their shards, or float32 masters of either."""
         if not self._job.shards_optimizer and not self._job.masters:
             return self._trained
-        ranks = self._job.ranks if self._job.shards_optimizer else 1
+        ranks = self._job.data_ranks if self._job.shards_optimizer else 1
         for parameter in self._trained:
             dtype = torch.float32 if self._job.masters else parameter.dtype
             share = torch.empty(-(-parameter.numel() // ranks), dtype=dtype, device=parameter.device)
@@ -113,6 +107,16 @@ class Parallel:
                 self._ledger.exclude(share)  # the weights' own memory, or a part of it
             self._shares.append(torch.nn.Parameter(share))
         return self._shares
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the weights."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Return whether the optimizer's step is over when backward is."""
+        return self._job.optimizer_in_backward
 
     def begin_forward(self) -> None:
         """Gather the weights outside all regions."""
@@ -170,12 +174,15 @@ class Parallel:
         done = [parameter for parameter in parameters if parameter.grad is not None]
         for parameter in done:
             self._ledger.claim(parameter.grad, "gradients")
-        if self._job.ranks > 1:
+        if self._job.data_ranks > 1:
             new = [parameter for parameter in done if id(parameter) not in self._sent]
             self._sent.update(map(id, new))
             self._send(sum(parameter.grad.nbytes for parameter in new), 1 if self._job.shards_optimizer else 2)
-        if self._shares:
-            self._hand_to_optimizer(done)
+        optimized = self._hand_to_optimizer(done) if self._shares else done
+        if self._job.optimizer_in_backward:
+            self._optimizers.step_in_backward(optimized)
+            for parameter in done:
+                parameter.grad = None
 
     def _send(self, nbytes: int, rounds: int = 1) -> None:
         """Put traffic on its stream.
@@ -183,10 +190,11 @@ class Parallel:
         A gather or a reduce-scatter is one round of all but a rank's own share; an all-reduce is both.
         """
         if nbytes:
-            seconds = rounds * nbytes * (1 - 1 / self._job.ranks) / self._network
+            seconds = rounds * nbytes * (1 - 1 / self._job.data_ranks) / self._network
             self._traffic.time = max(self._traffic.time, self._ledger.clock.compute.time) + seconds
 
-    def _hand_to_optimizer(self, parameters: list[Any]) -> None:
+    def _hand_to_optimizer(self, parameters: list[Any]) -> list[torch.nn.Parameter]:
+        """Give the gradients to what the optimizer works on, and return that."""
         share_of = {id(parameter): share for parameter, share in zip(self._trained, self._shares, strict=True)}
         for parameter in parameters:
             share = share_of[id(parameter)]
@@ -197,6 +205,7 @@ class Parallel:
                 self._ledger.claim(share.grad, "gradients")
             if self._job.shards_gradients:
                 parameter.grad = None
+        return [share_of[id(parameter)] for parameter in parameters]
 
 
 def _is_quantized(name: str, module: nn.Module, parameter: torch.Tensor, job: Job) -> bool:
@@ -205,25 +214,3 @@ def _is_quantized(name: str, module: nn.Module, parameter: torch.Tensor, job: Jo
         return False
     is_linear = type(module).__name__ == "Linear"
     return is_linear and "lora_" not in name and not name.endswith("lm_head")
-
-
-class FusedAdamW(torch.optim.Optimizer):
-    """AdamW as one kernel over all weights, with two states per weight: in eight bits, or as wide as the weight."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], state_dtype: torch.dtype | None = None) -> None:
-        super().__init__(parameters, {})
-        for parameter in parameters:
-            dtype = state_dtype or parameter.dtype
-            self.state[parameter] = {
-                name: torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-                for name in ("exp_avg", "exp_avg_sq")
-            }
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Read every weight, gradient and state, and write all but the gradients, as the fused kernel does."""
-        with torch.no_grad():
-            for parameter, state in self.state.items():
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad)
-                    for tensor in state.values():
-                        tensor.copy_(tensor)

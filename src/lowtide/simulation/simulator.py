@@ -20,7 +20,9 @@ from lowtide.regions import calls_attention, find_head, find_mlps, find_regions
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
 from lowtide.simulation.region_costs import region_costs
+from lowtide.simulation.sequence_parallel import require_heads
 from lowtide.simulation.step import simulate
+from lowtide.simulation.tensor_parallel import divides_head, require_divisible
 from lowtide.targets.batches import make_batch, put_on
 from lowtide.targets.job import DTYPES
 from lowtide.targets.models import build, build_with_batch
@@ -66,6 +68,10 @@ class Simulator:
         self._job = job
         self._accelerator = accelerator
         model, self._batch = build_with_batch(target, job)
+        if job.tp > 1:
+            require_divisible(model, job.tp)
+        if job.sp > 1:
+            require_heads(model, job.sp)
         self._stack = find_stack(model)
         self._names = [region.name for region in find_regions(model)]
         config: Any = getattr(model, "config", None)
@@ -78,7 +84,7 @@ class Simulator:
             dtype=_most_common_dtype(model),
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
-            tile_options=find_tile_options(model),
+            tile_options=find_tile_options(model, tp=job.tp, sp=job.sp),
         )
         self._recorded = functools.cache(self._record)
 
@@ -119,14 +125,15 @@ class Simulator:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
 
 
-def find_tile_options(model: nn.Module) -> list[str]:
+def find_tile_options(model: nn.Module, tp: int = 1, sp: int = 1) -> list[str]:
     """List what can run in tiles, from the least to the most: the loss, then the MLPs, then whole blocks.
 
     The loss must be that of a model with a head as transformers' models have it. A block runs in tiles if its call of
-    attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs.
+    attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs. A head that `tp`
+    divides cannot run in tiles, nor attention that `sp` spreads over ranks.
     """
     try:
-        has_loss = count_classes(find_head(model).module) > 0
+        has_loss = count_classes(find_head(model).module) > 0 and not (tp > 1 and divides_head(model))
     except NoRegionError:
         has_loss = False
     regions = find_regions(model)
@@ -135,7 +142,7 @@ def find_tile_options(model: nn.Module) -> list[str]:
     if find_mlps(regions):
         parts.insert(0, "mlp")
         options.append(f"tile({', '.join(parts)})")
-    if any(calls_attention(region.module) for region in regions):
+    if sp == 1 and any(calls_attention(region.module) for region in regions):
         options.append(str(Policy(tile=("attention", *parts))))
     return options
 

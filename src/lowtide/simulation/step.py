@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,15 @@ from lowtide.recording import tensors_in
 from lowtide.regions import find_head, find_regions
 from lowtide.simulation.attention import Attention
 from lowtide.simulation.clock import DEVICE, Clock
+from lowtide.simulation.collectives import Group
 from lowtide.simulation.device import simulated_device
 from lowtide.simulation.ledger import Ledger
 from lowtide.simulation.parallel import Parallel
+from lowtide.simulation.sequence_parallel import divided_heads, require_heads, require_whole_attention
+from lowtide.simulation.tensor_parallel import divide_weights, require_divisible, require_whole_head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
     from typing import Self
 
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from lowtide.policy import Policy
     from lowtide.recording import Event
     from lowtide.regions import Region
+    from lowtide.simulation.optimizers import Optimizers
     from lowtide.targets.job import Job
 
     MakeBatch = Callable[[nn.Module, torch.device], Any]
@@ -71,6 +76,8 @@ class Recording:
     """Seconds of compute by phase and region."""
     left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Why blocks do not run in tiles as the policy says, and which."""
+    traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    """Counts and bytes of what ranks that share a batch exchange, by phase and kind."""
 
 
 def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
@@ -94,16 +101,30 @@ def record(
 ) -> Recording:
     """Run the step itself, inside a simulated device."""
     model.train()
+    with _shared_batch(model, job, policy, ledger, accelerator.network if accelerator else math.inf):
+        return _record_rank(model, make_batch, job, policy, ledger, attention, accelerator)
+
+
+def _record_rank(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    job: Job,
+    policy: Policy,
+    ledger: Ledger,
+    attention: Attention,
+    accelerator: Accelerator | None,
+) -> Recording:
     parallel = Parallel(model, job, ledger, accelerator)
     parallel.claim_weights()
     with ledger:
         batch = make_batch(model, ledger.device)
-    optimizer = parallel.make_optimizer()
+    optimizers = parallel.make_optimizer()
     # No probe: it compares numbers, and there are none. A real run makes it once, on a few tokens.
     applied = apply_policy(model, policy, probe=False)
     tracker = RegionTracker(ledger, find_regions(model), parallel)
     ledger.logits_width = _logits_width(model)
     with contextlib.ExitStack() as stack:
+        stack.callback(parallel.remove_hooks)
         stack.callback(applied.remove)
         stack.enter_context(tracker)
         stack.enter_context(ledger)
@@ -111,7 +132,7 @@ def record(
         start, began = len(ledger.events), ledger.clock.compute.time
         for tensor in tensors_in(pytree.tree_leaves(batch)):
             ledger.claim(tensor, "batch", "")
-        _train(model, batch, ledger, tracker, parallel, optimizer)
+        _train(model, batch, ledger, tracker, parallel, optimizers)
         ended = ledger.clock.synchronize()
         report = applied.report()
     return Recording(
@@ -126,7 +147,26 @@ def record(
         kept={region.name: region.kept_outputs for region in report.regions},
         region_seconds=tracker.seconds,
         left_alone=_left_alone(report),
+        traffic=ledger.traffic.to_dict(),
     )
+
+
+@contextlib.contextmanager
+def _shared_batch(
+    model: nn.Module, job: Job, policy: Policy, ledger: Ledger, bytes_per_second: float
+) -> Iterator[None]:
+    """Leave a model the part that one rank has of it, and let it exchange the rest inside."""
+    with contextlib.ExitStack() as stack:
+        if job.tp > 1:
+            require_divisible(model, job.tp)
+            require_whole_head(model, policy)
+            for handle in divide_weights(model, Group(job.tp, ledger, bytes_per_second)):
+                stack.callback(handle.remove)
+        if job.sp > 1:
+            require_heads(model, job.sp)
+            require_whole_attention(policy)
+            stack.enter_context(divided_heads(Group(job.sp, ledger, bytes_per_second)))
+        yield
 
 
 def _left_alone(report: Report) -> dict[str, list[str]]:
@@ -143,7 +183,7 @@ def _train(
     ledger: Ledger,
     tracker: RegionTracker,
     parallel: Parallel,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
 ) -> None:
     ledger.phase = "forward"
     parallel.begin_forward()
@@ -154,8 +194,8 @@ def _train(
     tracker.end_backward()
     parallel.end_backward()
     ledger.phase = "optimizer"
-    optimizer.step()
-    optimizer.zero_grad()
+    if not parallel.steps_in_backward:
+        optimizers.step_after_backward()
     parallel.end_step()
 
 

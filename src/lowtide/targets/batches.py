@@ -31,7 +31,15 @@ def make_batch(model: nn.Module, job: Job, device: torch.device) -> dict[str, An
         raise PlanError(no_batch(model))
     if job.images is not None:
         return _batch_with_pictures(model, config, job, device)
-    return _text_batch(_token_ids(config, job, device), model)
+    batch = _text_batch(_token_ids(config, job, device), model)
+    return batch if job.parts == 1 else _part_of_sequence(batch)
+
+
+def _part_of_sequence(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch of a rank with a part of each sequence: it is told its tokens' positions, and has no mask."""
+    ids = batch["input_ids"]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape).contiguous()
+    return {"input_ids": ids, "labels": batch["labels"], "position_ids": positions}
 
 
 def no_batch(model: nn.Module) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BASES = ("plain", "4bit")
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+PARALLEL = {
+    "tp": "tensor parallelism",
+    "sp": "sequence parallelism",
+    "cp": "context parallelism",
+    "pp": "pipeline parallelism",
+}
+"""The ways in which ranks share one step besides the engine, which shares it by batches."""
 
 _CHOICES = {
     "engine": ENGINES,
@@ -52,8 +61,21 @@ class Job:
     """`4bit`: frozen linear weights take half a byte each, and are unpacked for each product."""
     optimizer: str = "adamw"
     """`adamw` is fused (transformers' default), `adamw_foreach` torch's default, which makes temporary copies."""
+    optimizer_in_backward: bool = False
+    """Whether each weight is updated as soon as its gradient is complete, and the gradient freed at once."""
     engine: str = "single"
     ranks: int = 1
+    """All ranks. Those that `tp` and `pp` leave have different batches, or parts of one, and `engine` joins them."""
+    tp: int = 1
+    """The ranks among which each layer's weights are divided, by the plan that the model's configuration brings."""
+    sp: int = 1
+    """The ranks among which a sequence is divided, whose attention runs head by head (Ulysses)."""
+    cp: int = 1
+    """The ranks among which a sequence is divided, whose attention runs on gathered keys and values."""
+    pp: int = 1
+    """The ranks among which the layers are divided."""
+    microbatches: int | None = None
+    """How many batches a pipeline takes through its stages before the optimizer's step; None means two per stage."""
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -61,20 +83,36 @@ class Job:
             chosen = getattr(self, name)
             if chosen not in known and (name, chosen) != ("dtype", None):
                 raise InvalidValueError(f"unknown {name} {chosen!r}; known: {', '.join(known)}")
-        for name in ("tokens", "batch_size", "ranks"):
+        for name in ("tokens", "batch_size", "ranks", *PARALLEL, "microbatches"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.lora is not None and self.lora < 1:
             raise InvalidValueError(f"lora is the rank of the adapters: it must be 1 or more, got {self.lora}")
         if self.lora is None and (self.lora_dtype, self.lora_targets) != ("fp32", LORA_TARGETS):
             raise InvalidValueError("lora_dtype and lora_targets are for adapters: give lora=16 (or another rank) too")
+        self._check_parallelism()
         self._check_engine()
+        check_modelled(self)
+
+    def _check_parallelism(self) -> None:
+        if self.ranks % self.shared_by:
+            asked = " x ".join(f"{name}={getattr(self, name)}" for name in PARALLEL if getattr(self, name) > 1)
+            raise InvalidValueError(
+                f"{self.ranks} ranks cannot be divided into groups of {asked}: {self.shared_by} each"
+            )
+        if self.tokens is not None and self.tokens % self.parts:
+            raise InvalidValueError(
+                f"{self.tokens} tokens cannot be divided into {self.parts} parts of the same length: give a multiple"
+            )
+        if self.microbatches is not None and self.pp == 1:
+            raise InvalidValueError("microbatches are what a pipeline takes through its stages: give pp=2 or more too")
 
     def _check_engine(self) -> None:
-        if self.engine != "single" and self.ranks == 1:
-            raise InvalidValueError(f"engine {self.engine!r} needs ranks=2 or more")
-        if self.engine == "single" and self.ranks > 1:
-            raise InvalidValueError(f"{self.ranks} ranks need an engine: {', '.join(ENGINES[1:])}")
+        if self.engine != "single" and self.data_ranks == 1:
+            rest = "" if self.ranks == 1 else f": {self.ranks} ranks leave none to share batches with"
+            raise InvalidValueError(f"engine {self.engine!r} needs ranks=2 or more{rest}")
+        if self.engine == "single" and self.data_ranks > 1:
+            raise InvalidValueError(f"{self.data_ranks} ranks need an engine: {', '.join(ENGINES[1:])}")
         if self.base == "4bit" and self.lora is None:
             raise InvalidValueError("a 4-bit base cannot be trained itself: give lora=16 (or another rank) too")
         if self.base == "4bit" and self.shards_weights:
@@ -87,10 +125,31 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Return the length of each sequence, for batches that are made from it."""
+        """Return the length of a rank's part of each sequence, for batches that are made from it."""
         if self.tokens is None:
             raise InvalidValueError("the model comes without a batch: give tokens=, the length of each sequence")
-        return self.tokens
+        return self.tokens // self.parts
+
+    @property
+    def shared_by(self) -> int:
+        """Return how many ranks share one batch."""
+        return math.prod(getattr(self, name) for name in PARALLEL)
+
+    @property
+    def data_ranks(self) -> int:
+        """Return how many ranks have the same weights, and see different batches or different parts of one."""
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def parts(self) -> int:
+        """Return into how many parts a sequence is divided."""
+        return self.sp * self.cp
+
+    @property
+    def parallelism(self) -> str:
+        """Describe in words how the ranks share the work: `fsdp2, tp 2`."""
+        shared = [f"{name} {getattr(self, name)}" for name in PARALLEL if getattr(self, name) > 1]
+        return ", ".join([*([self.engine] if self.engine != "single" else []), *shared])
 
     @property
     def size(self) -> str:
@@ -113,19 +172,92 @@ class Job:
         return dataclasses.asdict(self)
 
 
+# --- What is not modelled -------------------------------------------------------------------------------------------
+
+
+def check_modelled(job: Job) -> None:
+    """Refuse a combination of settings whose figures would be wrong, by the name of what is not modelled."""
+    for applies, combination, reason, remedy in _not_modelled(job):
+        if applies:
+            raise InvalidValueError(f"{combination} is not modelled: {reason}. {remedy}")
+
+
+def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
+    in_backward = "optimizer_in_backward"
+    return [
+        (
+            job.optimizer_in_backward and job.engine == "ddp",
+            f"{in_backward} with ddp",
+            "a weight's hook runs before DDP has summed its gradient over the ranks",
+            "Plan it with engine='fsdp2', whose hooks run after that, or with one rank",
+        ),
+        (
+            job.optimizer_in_backward and job.engine.startswith("zero"),
+            f"{in_backward} with {job.engine}",
+            "DeepSpeed's own optimizer steps after backward",
+            "Plan it with engine='fsdp2'",
+        ),
+        (
+            job.tp > 1 and job.lora is not None,
+            "tp with adapters",
+            "transformers' plans name the weights of the model alone",
+            "Plan all weights, or plan adapters with engine='fsdp2'",
+        ),
+        (
+            job.tp > 1 and job.engine.startswith("zero"),
+            f"tp with {job.engine}",
+            "DeepSpeed divides layers by rules of its own",
+            "Plan it with engine='fsdp2'",
+        ),
+        (
+            job.sp > 1 and job.tp > 1,
+            "sp with tp",
+            "Ulysses exchanges all heads, and tp leaves a rank only some",
+            "Plan one of them",
+        ),
+        (
+            job.sp > 1 and job.images is not None,
+            "sp with images",
+            "Ulysses would take the place of the vision tower's attention too",
+            "Plan text alone",
+        ),
+        *(
+            (
+                getattr(job, name) > 1,
+                f"{name} ({PARALLEL[name]})",
+                reason,
+                "Plan it with sp, tp or engine='fsdp2', which divide a step as well",
+            )
+            for name, reason in (
+                ("cp", "the keys and values that ring attention gathers, and its sums in float32, are not counted"),
+                ("pp", "the microbatches that wait in each stage are not counted"),
+            )
+        ),
+    ]
+
+
+# --- Settings as people write them ----------------------------------------------------------------------------------
+
+
 def make_job(
     *,
     tokens: int | str | None,
     images: tuple[int, int, int] | str | None,
     engine: str | None,
-    ranks: int,
+    ranks: int | None,
     **settings: Any,
 ) -> Job:
-    """Make a job from settings as people write them: `"128k"` tokens, `"4x1024x1024"` images, ranks without engine."""
+    """Make a job from settings as people write them: `"128k"` tokens, `"4x1024x1024"` images, ranks without engine.
+
+    Without `ranks` there are as many as share one batch.
+    """
+    shared_by = {name: max(settings.get(name, 1), 1) for name in PARALLEL}
+    ranks = math.prod(shared_by.values()) if ranks is None else ranks
+    have_same_weights = ranks // (shared_by["tp"] * shared_by["pp"])
     return Job(
         tokens=None if tokens is None else parse_tokens(tokens),
         images=parse_images(images),
-        engine=engine or ("ddp" if ranks > 1 else "single"),
+        engine=engine or ("ddp" if have_same_weights > 1 else "single"),
         ranks=ranks,
         **settings,
     )
