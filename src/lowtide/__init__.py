@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.auditing import AuditReport, audit
     from lowtide.checkpointing import Schedule, checkpoint, offload
     from lowtide.errors import LowtideError
-    from lowtide.losses import linear_cross_entropy
+    from lowtide.losses import linear_cross_entropy, linear_log_probs
     from lowtide.planning import Plan, plan
     from lowtide.policy import Policy
     from lowtide.stores import DiskStore, HostStore
@@ -43,6 +43,7 @@ __all__ = [
     "audit",
     "checkpoint",
     "linear_cross_entropy",
+    "linear_log_probs",
     "offload",
     "patch_torch",
     "plan",
@@ -65,6 +66,7 @@ _HOMES = {
     "audit": "auditing",
     "checkpoint": "checkpointing",
     "linear_cross_entropy": "losses",
+    "linear_log_probs": "losses",
     "offload": "checkpointing",
     "patch_torch": "torch_patch",
     "plan": "planning",

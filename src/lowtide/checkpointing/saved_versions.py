@@ -44,7 +44,8 @@ def check_handed_out(region: str, versions: dict[int, int]) -> bool:
 def note_saved(versions: dict[int, int], refuse_saved: RefuseSaved | None = None) -> bool:
     """Note in `versions`, by identity, the version of each tensor that a recompute saves from now on.
 
-    Each is shown to `refuse_saved` first, if weights have changed. Returns whether it put hooks in force: the caller ends them (`pop_hooks`).
+    Each is shown to `refuse_saved` first, if weights have changed. Returns whether it put hooks in force: the caller
+    ends them (`pop_hooks`).
     """
     hooks = checkpoint_hooks()
     if hooks is None:

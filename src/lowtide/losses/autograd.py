@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class _Gradients:
+class HeadGradients:
     """Collects the gradients of hidden states, weight and bias; sums over tiles are kept in single precision."""
 
     def __init__(
@@ -58,15 +58,16 @@ class _Gradients:
         return [None if gradient is None else gradient.to(self._dtype) for gradient in self.sums()]
 
 
-def _tiles(count: int, tokens: int) -> Iterator[slice]:
+def tile_rows(count: int, tokens: int) -> Iterator[slice]:
+    """Yield the rows of each tile."""
     for start in range(0, count, tokens):
         yield slice(start, min(start + tokens, count))
 
 
-def _first_derivative_of(upstreams: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    if torch.is_grad_enabled():  # create_graph=True: gradients that are constants would be silently wrong
-        raise LowtideError("linear_cross_entropy has no second derivative: with create_graph=True, use the plain loss")
-    return upstreams[0]
+def refuse_second_derivative(name: str) -> None:
+    """Raise if gradients are about to be differentiated: as constants, they would be silently wrong."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise LowtideError(f"{name} has no second derivative: with create_graph=True, compute it from whole logits")
 
 
 class ReducedLoss(torch.autograd.Function):
@@ -92,9 +93,9 @@ class ReducedLoss(torch.autograd.Function):
             total, found = liger_sum(hidden, weight, bias, labels, options, needs)
             ctx.save_for_backward(valid, *found)
             return total / valid if ctx.is_mean else total
-        gradients = _Gradients(hidden, weight, bias, needs)
+        gradients = HeadGradients(hidden, weight, bias, needs)
         total = torch.zeros_like(valid)
-        for rows in _tiles(len(hidden), tokens):
+        for rows in tile_rows(len(hidden), tokens):
             step = TileLoss(hidden[rows], weight, bias, labels[rows], options)
             total += step.losses.sum()
             if any(needs):
@@ -105,7 +106,8 @@ class ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstreams: torch.Tensor) -> Any:
-        upstream = _first_derivative_of(upstreams)
+        refuse_second_derivative("linear_cross_entropy")
+        (upstream,) = upstreams
         valid, *gradients = ctx.saved_tensors
         factor = upstream / valid if ctx.is_mean else upstream
         multiply = torch.Tensor.mul if keeps_graph() else torch.Tensor.mul_
@@ -129,16 +131,17 @@ class TokenLosses(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.options, ctx.tokens = options, tokens
         losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for rows in _tiles(len(hidden), tokens):
+        for rows in tile_rows(len(hidden), tokens):
             losses[rows] = TileLoss(hidden[rows], weight, bias, labels[rows], options).losses
         return losses
 
     @staticmethod
     def backward(ctx: Any, *upstreams: torch.Tensor) -> Any:
-        upstream = _first_derivative_of(upstreams)
+        refuse_second_derivative("linear_cross_entropy")
+        (upstream,) = upstreams
         hidden, weight, bias, labels = ctx.saved_tensors
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        for rows in _tiles(len(hidden), ctx.tokens):
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for rows in tile_rows(len(hidden), ctx.tokens):
             step = TileLoss(hidden[rows], weight, bias, labels[rows], ctx.options)
             gradients.add(rows, hidden[rows], step.logit_gradient(upstream[rows]))
             del step  # before the next tile's logits

@@ -17,6 +17,7 @@ from lowtide.units import parse_tokens
 
 if TYPE_CHECKING:
     from lowtide.losses.liger import Kernel
+    from lowtide.losses.linear_log_probs import LogProbOptions
 
 TILE_BYTES = 128 * 1024**2
 """The default tile has as many tokens as have logits of this size in single precision, ..."""
@@ -58,7 +59,7 @@ def linear_cross_entropy(
     options = LossOptions(ignore_index, label_smoothing, logit_softcap, logit_scale)
     _check_words(reduction, tokens, kernel)
     _check_options(options)
-    _check_tensors(hidden, weight, labels, bias)
+    check_tensors(hidden, weight, labels, bias)
     refuse_transforms("linear_cross_entropy")
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -101,29 +102,44 @@ def _check_words(reduction: str, tokens: int | str, kernel: str) -> None:
 
 
 def _check_options(options: LossOptions) -> None:
+    check_numbers(options)
+    if not 0 <= options.label_smoothing <= 1:
+        raise InvalidValueError(f"label_smoothing must be between 0 and 1, got {options.label_smoothing}")
+
+
+def check_numbers(options: LossOptions | LogProbOptions) -> None:
+    """Refuse tensors among the settings of logits, and a softcap that is not positive."""
     for name, value in options._asdict().items():
         if isinstance(value, torch.Tensor):
             raise InvalidValueError(
                 f"{name} must be a number: a tensor would get no gradient. Pass {name}.item(), or, for a learned "
                 "scale, multiply the hidden states by it"
             )
-    if not 0 <= options.label_smoothing <= 1:
-        raise InvalidValueError(f"label_smoothing must be between 0 and 1, got {options.label_smoothing}")
     if options.logit_softcap is not None and options.logit_softcap <= 0:
         raise InvalidValueError(f"logit_softcap must be positive, got {options.logit_softcap}")
 
 
-def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_tensors(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    labels_are: str = "labels",
+) -> None:
+    """Refuse shapes that do not belong together, and labels that are not class numbers."""
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:  # noqa: PLR2004  ([classes, width])
         raise InvalidValueError(
             f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}: [..., width] and [classes, width]"
         )
     if labels.shape != hidden.shape[:-1]:
-        raise InvalidValueError(f"labels {tuple(labels.shape)} must have one entry per token of {tuple(hidden.shape)}")
+        raise InvalidValueError(
+            f"{labels_are} {tuple(labels.shape)} must have one entry per token of {tuple(hidden.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InvalidValueError(f"bias {tuple(bias.shape)} must have one entry per class of {tuple(weight.shape)}")
     if labels.dtype not in (torch.int64, torch.int32):
-        raise InvalidValueError(f"labels must be class numbers (int64), got {labels.dtype}")
+        raise InvalidValueError(f"{labels_are} must be class numbers (int64), got {labels.dtype}")
 
 
 def as_autocast_would(

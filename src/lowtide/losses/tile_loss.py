@@ -24,6 +24,47 @@ class LossOptions(NamedTuple):
     logit_scale: float | None = None
 
 
+class TileLogits:
+    """The logits of a tile, scaled and limited, in single precision; and the way back from their gradient."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> None:
+        self._dtype = hidden.dtype
+        self._scale = scale
+        logits = F.linear(hidden, weight, bias)
+        values = logits if logits.dtype is torch.double else logits.float()
+        del logits
+        if scale is not None:
+            values.mul_(scale)
+        self._tanh: torch.Tensor | None = None
+        if softcap is not None:
+            self._tanh = values.div_(softcap).tanh_()
+            values = self._tanh * softcap
+        self._values: torch.Tensor | None = values
+
+    def take(self) -> torch.Tensor:
+        """Return the values, which the caller may overwrite. Call it once."""
+        values, self._values = self._values, None
+        assert values is not None  # noqa: S101  (they are taken once)
+        return values
+
+    def gradient(self, of_values: torch.Tensor, upstream: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the gradient of what the head computed: `of_values`, overwritten, times one upstream per row."""
+        if self._tanh is not None:
+            of_values.mul_(self._tanh.square_().neg_().add_(1))
+        if upstream is None:
+            return (of_values if self._scale is None else of_values.mul_(self._scale)).to(self._dtype)
+        factor = upstream if self._scale is None else upstream * self._scale
+        return of_values.mul_(factor.unsqueeze(1)).to(self._dtype)
+
+
 class TileLoss:
     """The losses of a tile's tokens, and the buffer that becomes the gradient of its logits."""
 
@@ -35,24 +76,15 @@ class TileLoss:
         labels: torch.Tensor,
         options: LossOptions,
     ) -> None:
-        self._options = options
-        self._dtype = hidden.dtype
+        self._smoothing = options.label_smoothing
         self._valid = labels != options.ignore_index
         self._labels = labels.masked_fill(~self._valid, 0).unsqueeze(1)
-        logits = F.linear(hidden, weight, bias)
-        values = logits if logits.dtype is torch.double else logits.float()
-        del logits
-        if options.logit_scale is not None:
-            values.mul_(options.logit_scale)
-        self._tanh: torch.Tensor | None = None
-        if options.logit_softcap is not None:
-            self._tanh = values.div_(options.logit_softcap).tanh_()
-            values = self._tanh * options.logit_softcap
-        self.losses = self._losses_and_exponentials(values)
+        self._logits = TileLogits(hidden, weight, bias, scale=options.logit_scale, softcap=options.logit_softcap)
+        self.losses = self._losses_and_exponentials(self._logits.take())
 
     def _losses_and_exponentials(self, values: torch.Tensor) -> torch.Tensor:
         """Return the losses; `values` is overwritten with its exponentials, up to a factor."""
-        smoothing = self._options.label_smoothing
+        smoothing = self._smoothing
         target = values.gather(1, self._labels).squeeze(1)
         if smoothing:
             target = (1 - smoothing) * target + smoothing * values.mean(1)
@@ -63,15 +95,9 @@ class TileLoss:
 
     def logit_gradient(self, upstream: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the logits for one upstream gradient per token. Uses up the buffer: call it once."""
-        options = self._options
         gradient = self._exponentials.div_(self._sums)
-        on_target = torch.full_like(self._sums, options.label_smoothing - 1)
+        on_target = torch.full_like(self._sums, self._smoothing - 1)
         gradient.scatter_add_(1, self._labels, on_target)
-        if options.label_smoothing:
-            gradient.sub_(options.label_smoothing / gradient.shape[1])
-        if self._tanh is not None:
-            gradient.mul_(self._tanh.square_().neg_().add_(1))
-        factor = torch.where(self._valid, upstream.to(gradient.dtype), 0)
-        if options.logit_scale is not None:
-            factor = factor * options.logit_scale
-        return gradient.mul_(factor.unsqueeze(1)).to(self._dtype)
+        if self._smoothing:
+            gradient.sub_(self._smoothing / gradient.shape[1])
+        return self._logits.gradient(gradient, torch.where(self._valid, upstream.to(gradient.dtype), 0))
