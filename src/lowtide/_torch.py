@@ -479,8 +479,8 @@ def graph_break(reason: str) -> Callable[[C], C]:
 def outside_graph(function: C) -> C:
     """Make a function a break of the graph in compiled code, with all that it calls.
 
-    The attributes of `graph_break`, 2.10. Public replacement: `torch.compiler.disable`, which imports the compiler (a
-    second or two) as the decorator is applied.
+    `torch._C._dynamo.eval_frame.set_eval_frame`, 2.10. Public replacement: `torch.compiler.disable`, which imports the
+    compiler (a second or two) as the decorator is applied.
     """
 
     @functools.wraps(function)
@@ -498,7 +498,8 @@ def outside_graph(function: C) -> C:
 class CompiledCall:
     """A function that a compiler looks into, as it would have without the break of the graph around it.
 
-    `_torchdynamo_orig_callable` is the name by which torch, too, knows what a compiled function was made of.
+    `_torchdynamo_orig_callable` is the name by which torch, too, knows what a compiled function was made of. 2.10.
+    Public replacement: none.
     """
 
     def __init__(self, function: Callable[..., Any], compiler: Any) -> None:
