@@ -112,6 +112,21 @@ def test_a_routing_bias_that_forward_corrects(kind):
     assert_refused(kind, "it updates its buffer 'bias' in each call")
 
 
+@pytest.mark.parametrize("kind", [Balanced, Unseen, Replacing])
+def test_a_routing_bias_without_a_trial(kind):
+    """`lowtide.tile` believes its caller. Its gradient is that of the forward that ran: each tile had another bias."""
+
+    def gradients(run):
+        torch.manual_seed(0)
+        net, tokens = kind(), x(1, 40).requires_grad_()
+        run(net, tokens).square().mean().backward()
+        return [tokens.grad, net.bias, *(parameter.grad for parameter in net.parameters())]
+
+    tiled = gradients(lambda net, tokens: lowtide.tile(net, tokens, tokens=10))
+    parts = gradients(lambda net, tokens: torch.cat([net(part) for part in tokens.split(10, 1)], 1))
+    assert all((one - two).norm() <= 1e-12 * two.norm() for one, two in zip(tiled, parts, strict=True))
+
+
 class Counting(Gated):
     """Counts calls."""
 
