@@ -23,6 +23,8 @@ from lowtide.losses.trl import trl_log_probs, use_trl
 from lowtide.tiling.surroundings import refuse_transforms
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lowtide.losses.trl import Kernel
 
 
@@ -106,10 +108,11 @@ def linear_log_probs(
     flat = hidden.reshape(-1, hidden.shape[-1])
     chosen = tokens.reshape(-1).to(hidden.device, torch.int64)
     size = tile_tokens(weight.shape[0], tile)
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     compute = trl_log_probs if tile == "auto" and use_trl(kernel, flat) else _TokenLogProbs.apply
-    results = compute(flat, weight, bias, chosen, options, entropy, size)  # type: ignore[no-untyped-call]
-    log_probs, entropies = (None if result is None else result.view(tokens.shape) for result in results)
-    return (log_probs, entropies) if entropy else log_probs
+    log_probs, entropies = compute(flat, weight, bias, chosen, options, entropy, size)
+    log_probs = log_probs.view(tokens.shape)
+    return log_probs if entropies is None else (log_probs, entropies.view(tokens.shape))
 
 
 linear_log_probs.__module__ = "lowtide"
@@ -205,7 +208,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in tile_rows(len(hidden), size):
             step = _TileLogProbs(hidden[rows], weight, bias, tokens[rows], options, entropy=entropy)
             log_probs[rows] = step.log_probs
-            if entropies is not None:
+            if entropies is not None and step.entropies is not None:
                 entropies[rows] = step.entropies
             del step  # before the next tile's logits
         return log_probs, entropies
