@@ -45,6 +45,7 @@ def test_exported_names_are_pinned():
         "audit",
         "checkpoint",
         "linear_cross_entropy",
+        "linear_log_probs",
         "offload",
         "patch_torch",
         "plan",

@@ -17,7 +17,7 @@ from lowtide.units import parse_tokens
 
 if TYPE_CHECKING:
     from lowtide.losses.liger import Kernel
-    from lowtide.losses.linear_log_probs import LogProbOptions
+    from lowtide.losses.tile_loss import LogProbOptions
 
 TILE_BYTES = 128 * 1024**2
 """The default tile has as many tokens as have logits of this size in single precision, ..."""

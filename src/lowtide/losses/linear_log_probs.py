@@ -10,7 +10,7 @@ Both need an upstream gradient per token, so that the logits are computed again 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -18,7 +18,7 @@ from lowtide._torch import outside_graph
 from lowtide.errors import InvalidValueError
 from lowtide.losses.autograd import HeadGradients, refuse_second_derivative, tile_rows
 from lowtide.losses.linear_cross_entropy import as_autocast_would, check_numbers, check_tensors, tile_tokens
-from lowtide.losses.tile_loss import TileLogits
+from lowtide.losses.tile_loss import LogProbOptions, TileLogits
 from lowtide.losses.trl import trl_log_probs, use_trl
 from lowtide.tiling.surroundings import refuse_transforms
 
@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lowtide.losses.trl import Kernel
-
-
-class LogProbOptions(NamedTuple):
-    """The settings that turn logits into log-probabilities."""
-
-    ignore_index: int = -100
-    temperature: float = 1.0
-    logit_softcap: float | None = None
-    logit_scale: float | None = None
 
 
 @overload

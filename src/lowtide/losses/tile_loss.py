@@ -24,6 +24,15 @@ class LossOptions(NamedTuple):
     logit_scale: float | None = None
 
 
+class LogProbOptions(NamedTuple):
+    """The settings that turn logits into log-probabilities."""
+
+    ignore_index: int = -100
+    temperature: float = 1.0
+    logit_softcap: float | None = None
+    logit_scale: float | None = None
+
+
 class TileLogits:
     """The logits of a tile, scaled and limited, in single precision; and the way back from their gradient."""
 

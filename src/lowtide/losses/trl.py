@@ -15,7 +15,7 @@ import torch
 from lowtide.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from lowtide.losses.linear_log_probs import LogProbOptions
+    from lowtide.losses.tile_loss import LogProbOptions
 
 Kernel = Literal["auto", "torch", "trl"]
 

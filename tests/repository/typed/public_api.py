@@ -71,6 +71,9 @@ def mechanisms(mlp: nn.Module, x: Tensor, weight: Tensor, labels: Tensor, scratc
     assert_type(lowtide.linear_cross_entropy(x, weight, labels, reduction="none"), Tensor)
     lowtide.linear_cross_entropy(x, weight, labels, reduction="median")  # type: ignore[arg-type]
     lowtide.linear_cross_entropy(x, weight, labels, None)  # type: ignore[call-arg]
+    assert_type(lowtide.linear_log_probs(x, weight, labels, temperature=0.7), Tensor)
+    assert_type(lowtide.linear_log_probs(x, weight, labels, entropy=True), tuple[Tensor, Tensor])
+    lowtide.linear_log_probs(x, weight, labels, kernel="liger")  # type: ignore[call-overload]
 
 
 def contexts(x: Tensor, scratch: Path) -> None:
