@@ -2,13 +2,11 @@
 
 Only one rank is simulated, and all others do the same, so an exchange is a tensor of the right shape, and time. Each is
 a node of the graph where its gradient needs an exchange too, so that a region that runs again exchanges again, as on
-real ranks. `Group.counts` has them by phase and kind, `Group.nbytes` what one rank sends.
+real ranks. The ledger's `traffic` has them by phase and kind.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,22 +16,6 @@ if TYPE_CHECKING:
 
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """How often all of a tensor but a rank's own share goes over the network."""
-
-
-@dataclasses.dataclass
-class Traffic:
-    """Exchanges between ranks, by phase of the step and kind of exchange."""
-
-    counts: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
-    nbytes: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
-    """What one rank sends."""
-
-    def to_dict(self) -> dict[str, dict[str, int]]:
-        """Return counts and bytes by `phase kind`, as they are shown and kept."""
-        return {
-            f"{phase} {kind}": {"count": count, "bytes": self.nbytes[phase, kind]}
-            for (phase, kind), count in sorted(self.counts.items())
-        }
 
 
 class Group:

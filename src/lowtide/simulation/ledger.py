@@ -8,6 +8,8 @@ virtual clock as well.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,6 @@ from lowtide._torch import TorchDispatchMode, operator_of, storage_key
 from lowtide.recording import Event, Moment, Owner, tensors_in, tensors_of
 from lowtide.simulation import values
 from lowtide.simulation.attention import workspace_of
-from lowtide.simulation.collectives import Traffic
 from lowtide.simulation.costs import cost_of
 from lowtide.simulation.meta_tensors import MetaKernels
 
@@ -26,6 +27,22 @@ if TYPE_CHECKING:
     from lowtide.hardware.accelerators import Rates
     from lowtide.simulation.clock import Clock
     from lowtide.simulation.costs import Cost
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Exchanges between ranks, by phase of the step and kind of exchange."""
+
+    counts: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    nbytes: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    """What one rank sends."""
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """Return counts and bytes by `phase kind`, as they are shown and kept."""
+        return {
+            f"{phase} {kind}": {"count": count, "bytes": self.nbytes[phase, kind]}
+            for (phase, kind), count in sorted(self.counts.items())
+        }
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]

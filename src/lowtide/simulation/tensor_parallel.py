@@ -98,12 +98,13 @@ def divide_weights(model: nn.Module, group: Group) -> list[Any]:
     handles: list[Any] = []
     for name, module in model.named_modules():
         style = plan.get(_pattern(name), "")
-        for key, weight in parameters_of(module).items():
+        held_by = parameters_of(module)
+        for key, weight in held_by.items():
             if weight is None:
                 continue
             weight_style = plan.get(_pattern(f"{name}.{key}"), style)
             part = local.setdefault(id(weight), _part(weight, key, weight_style, group.ranks))
-            module._parameters[key] = part
+            held_by[key] = part
             local[id(part)] = part  # a tied weight is divided once
         handles += _exchange_around(module, style, group)
     return handles
