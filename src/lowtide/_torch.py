@@ -443,6 +443,15 @@ swap_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 compiler away from all that is inside, and nothing calls it back."""
 
 
+def _no_frame_for_compilers(function: C) -> C:
+    """Have compilers leave a function's own frame alone, which runs before they are sent away."""
+    frames = torch._C._dynamo.eval_frame
+    plainly = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, plainly)
+    return function
+
+
+@_no_frame_for_compilers
 def send_compiler_away() -> Any:
     """Let no compiler look into the functions that this thread calls, and return the one that did (`swap_compiler`).
 
@@ -466,9 +475,7 @@ def graph_break(reason: str) -> Callable[[C], C]:
     """
 
     def mark(function: C) -> C:
-        frames = torch._C._dynamo.eval_frame
-        plainly = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(function.__code__, plainly)
+        _no_frame_for_compilers(function)
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
         return function
@@ -498,7 +505,7 @@ def outside_graph(function: C) -> C:
 class CompiledCall:
     """A function that a compiler looks into, as it would have without the break of the graph around it.
 
-    `_torchdynamo_orig_callable` is the name by which torch, too, knows what a compiled function was made of. 2.10.
+    `_torchdynamo_orig_callable` is the name by which torch, too, knows what a compiled function was made of, 2.10.
     Public replacement: none.
     """
 
@@ -508,7 +515,7 @@ class CompiledCall:
 
     @graph_break("a function of compiled code is called from outside of it")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = self._torchdynamo_orig_callable
+        function = _in_a_frame(self._torchdynamo_orig_callable)
         before = swap_compiler(self._compiler)
         try:
             return function(*args, **kwargs)
@@ -518,6 +525,17 @@ class CompiledCall:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._torchdynamo_orig_callable)
+
+
+def _in_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward of torch's own modules in a function that a compiler looks into, as `torch.compile` does.
+
+    Compilers leave frames of torch alone, unless they come from a frame that is none of torch's.
+    `torch._dynamo.external_utils.wrap_inline`, 2.10. Public replacement: none.
+    """
+    if not (getattr(function, "__module__", None) or "").startswith("torch."):
+        return function
+    return importlib.import_module("torch._dynamo.external_utils").wrap_inline(function)  # type: ignore[no-any-return]
 
 
 def compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -244,6 +244,20 @@ class Runs:
         return taken
 
 
+def test_layers_that_are_modules_of_torch_are_compiled_in_a_compiled_model():
+    """A compiler leaves frames of torch alone, unless it is led into them."""
+    counter = CompileCounterWithBackend("eager")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(LAYERS)))
+    applied = lowtide.apply(model, "recompute")
+    model.compile(backend=counter)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert any("gelu" in str(graph.code) for graph in counter.graphs)
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2 * LAYERS
+    assert [region.recomputes for region in applied.report().regions] == [2] * LAYERS
+
+
 def test_a_recompute_runs_the_graph_that_its_forward_ran():
     """A graph of one length fits no other, and one of any length fits all: which is taken must not change meanwhile."""
     runs = Runs()

@@ -322,8 +322,7 @@ def recomputed_shapes() -> None:
 def one_graph_with_a_seam() -> None:
     model = stack()
     lowtide.apply(model, "recompute")
-    model.compile(backend="eager", fullgraph=True)
-    model(torch.randn(4, 8))
+    torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 8))
 
 
 @trouble
