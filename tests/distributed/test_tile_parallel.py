@@ -202,6 +202,13 @@ def test_experts_on_two_ranks(lengths):
         assert_close(mine, other)
 
 
+def test_recomputed_experts_on_two_ranks():
+    lengths = ((2, 24), (1, 3))
+    ours, plain = (run_ranks(spread, lengths, policy, timeout=60) for policy in ("recompute", "none"))
+    for (mine, _), (other, _) in zip(ours, plain, strict=True):
+        assert_close(mine, other)
+
+
 def refused(rank: int, lengths: tuple) -> None:
     net = stack(Mixing)
     lowtide.apply(net, TILED)

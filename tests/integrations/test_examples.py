@@ -53,6 +53,27 @@ def test_deepspeed_zero_3(monkeypatch):
     assert "forwards 6, recomputes 6" in output
 
 
+def test_tensor_parallel():
+    output = torchrun(EXAMPLES / "tensor_parallel.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "model.layers.0-3.mlp x4 [tile] calls 6, tiles 24" in output
+
+
+@pytest.mark.timeout(900)  # DeepSpeed compiles an extension when it is first used
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed")
+def test_ulysses():
+    output = torchrun(EXAMPLES / "ulysses.py", timeout=800)
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "forwards 6, recomputes 6" in output
+    assert "lm_head [tile] calls 6, tiles 24" in output
+
+
+def test_pipeline():
+    output = torchrun(EXAMPLES / "pipeline.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "recomputes 25" in output  # four micro-batches in each of six steps, and one when the stage infers shapes
+
+
 def test_disk_tier(tmp_path):
     if file_system(tmp_path.stat().st_dev) in IN_MEMORY:
         pytest.skip("the directory for temporary files is in memory")
