@@ -33,7 +33,9 @@ def main() -> None:
     for layer in model.model.layers:
         parallelize_module(layer, mesh, plan)
     applied = lowtide.apply(model, POLICY)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, foreach=False)  # some weights are DTensors, and some are not
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 3e-3, foreach=False
+    )  # some weights are DTensors, and some are not
     ids = (torch.arange(64) % 90 + 1)[None]  # the same on all ranks: each has a part of every layer
     for step in range(6):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -210,10 +210,10 @@ def test_torchs_own_context_parallelism_does_not_run_on_a_cpu_even_plain():
 RATE = 0.5
 
 
-def with_accelerate(rank: int, policies: list[str]) -> list[dict]:
+def with_accelerate(rank: int, policy: str) -> dict:
     """Return the weights after a step of DeepSpeed's engine, on sequences that accelerate's loader spreads."""
     use_cpu()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_WORLD_SIZE="2", ACCELERATE_USE_DEEPSPEED="true")  # asked for; ranks have met
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_WORLD_SIZE="2", ACCELERATE_USE_DEEPSPEED="true")
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
@@ -221,37 +221,30 @@ def with_accelerate(rank: int, policies: list[str]) -> list[dict]:
 
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "gradient_clipping": 0.0}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    given = split.batch(length=LENGTH)
-    rows = [
-        {"input_ids": ids, "labels": ids, "position_ids": torch.arange(LENGTH)} for _ in range(2) for ids in given["input_ids"]
-    ]
+    given, positions = split.batch(length=LENGTH), torch.arange(LENGTH)
+    rows = [{"input_ids": ids, "labels": ids, "position_ids": positions} for ids in given["input_ids"].repeat(2, 1)]
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    parallelism, found = ParallelismConfig(sp_size=2, sp_handler=handler), []
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism)
-    for policy in policies:
-        model = split.make().float()
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        loader = torch.utils.data.DataLoader(rows, batch_size=2)
-        engine, optimizer, loader = prepare(accelerator, policy, model, optimizer, loader)
-        own = next(iter(loader))
-        loss = by_weighted_means(engine, own, given) * dist.get_world_size()  # DeepSpeed takes the mean over ranks
-        accelerator.backward(loss)
-        optimizer.step()
-        check_report(policy, lowtide.apply(model, policy).report())
-        found.append({name: weight.detach().numpy() for name, weight in model.named_parameters()})
-    return found
+    parallelism = ParallelismConfig(sp_size=2, sp_handler=handler)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=parallelism)
+    model = split.make().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    engine, optimizer, loader = prepare(accelerator, policy, model, optimizer, loader)
+    own = {name: value.contiguous() for name, value in next(iter(loader)).items()}
+    loss = by_weighted_means(engine, own, given) * dist.get_world_size()  # DeepSpeed takes the mean over ranks
+    accelerator.backward(loss)
+    optimizer.step()
+    check_report(policy, lowtide.apply(model, policy).report())  # the same handle again
+    return {name: weight.detach().numpy() for name, weight in model.named_parameters()}
 
 
 @needs_deepspeed
 def test_accelerate():
-    policies = ["recompute", POLICIES[-1]]
     whole = split.make().float()
     start = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
     whole(**split.batch(length=LENGTH), use_cache=False).loss.backward()
-    for found in run_ranks(with_accelerate, policies, timeout=300):
-        for weights in found:
-            for name, weight in whole.named_parameters():
-                step = RATE * weight.grad
-                error = torch.from_numpy(weights[name]) - (start[name] - step)
-                assert error.norm() <= 1e-3 * step.norm() + 1e-7, name
+    for weights in run_ranks(with_accelerate, POLICIES[-1], timeout=300):
+        for name, weight in whole.named_parameters():
+            step = RATE * weight.grad
+            error = torch.from_numpy(weights[name]) - (start[name] - step)
+            assert error.norm() <= 1e-3 * step.norm() + 1e-7, name
