@@ -205,7 +205,7 @@ def test_torchs_own_context_parallelism_does_not_run_on_a_cpu_even_plain():
     assert "runs" not in run_ranks(plain_in_torchs_context)
 
 
-# --- accelerate's ParallelismConfig ------------------------------------------------------------------------------------
+# --- accelerate's ParallelismConfig -----------------------------------------------------------------------------------
 
 RATE = 0.5
 
@@ -231,8 +231,7 @@ def with_accelerate(rank: int, policy: str) -> dict:
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
     engine, optimizer, loader = prepare(accelerator, policy, model, optimizer, loader)
     own = {name: value.contiguous() for name, value in next(iter(loader)).items()}
-    loss = by_weighted_means(engine, own, given) * dist.get_world_size()  # DeepSpeed takes the mean over ranks
-    accelerator.backward(loss)
+    accelerator.backward(by_weighted_means(engine, own, given))  # DeepSpeed adds up what a sequence's ranks have
     optimizer.step()
     check_report(policy, lowtide.apply(model, policy).report())  # the same handle again
     return {name: weight.detach().numpy() for name, weight in model.named_parameters()}

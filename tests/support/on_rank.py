@@ -4,7 +4,7 @@ A gloo thread that still holds a finished collective's tensors while the interpr
 called without an active exception"), which a busy machine makes likely. `destroy_process_group` prevents it unless
 somebody keeps the group, as DeepSpeed does. It says nothing about the script, which is over; its errors are raised.
 
-A script with DeepSpeed meets through gloo: DeepSpeed's exchange through shared memory compiles for minutes at first use.
+Ranks with DeepSpeed meet through gloo: its exchange through shared memory compiles for minutes at first use.
 """
 
 from __future__ import annotations
