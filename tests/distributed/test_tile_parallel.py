@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -77,19 +78,48 @@ def test_tensor_parallel():
         assert_close(ours, gradients_of(net))
 
 
-def sequence_parallel(_rank: int) -> None:
+SCATTERED = {**PLAN, "norm": SequenceParallel(), "mlp.down": RowwiseParallel(output_layouts=Shard(1))}
+GATHERED = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+FROM_PARTS = {f"mlp.{name}": ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
+DISTRIBUTED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+
+SEQUENCE_PLANS = {
+    "gathered before": {**SCATTERED, "mlp": PrepareModuleInput(**GATHERED)},
+    "gathered before, plain": {**SCATTERED, "mlp": PrepareModuleInput(**GATHERED, use_local_output=True)},
+    "gathered inside": {**SCATTERED, **FROM_PARTS},
+    "gathered inside, plain": {**SCATTERED, **FROM_PARTS, "norm": SequenceParallel(use_local_output=True)},
+    "DTensor throughout": {**SCATTERED, "mlp": PrepareModuleInput(**GATHERED), "mlp.down": DISTRIBUTED},
+}
+"""Each rank has a part of the sequence between MLPs, which gather the tokens and scatter them again."""
+
+
+def sequence_parallel(rank: int, length: int) -> dict[str, tuple[list, int]]:
+    """Return the gradients and the tiles under each plan."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {}
+    for name, plan in SEQUENCE_PLANS.items():
+        net = stack()
+        for layer in net:
+            parallelize_module(layer, mesh, plan)
+        applied = lowtide.apply(net, TILED)
+        part = tokens(2, length).chunk(mesh.size(), 1)[rank]
+        if name == "DTensor throughout":
+            part = DTensor.from_local(part, mesh, [Shard(1)])
+        loss = net(part).square().sum()
+        (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+        found[name] = gradients_of(net), applied.report().tiles[0].tiles
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequence_parallel(ranks):
+    """A tile holds tokens of every rank's part of the sequence, so that each gets its own back."""
     net = stack()
-    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    for layer in net:
-        plan = {**PLAN, "mlp": gather, "mlp.down": RowwiseParallel(output_layouts=Shard(1))}
-        parallelize_module(layer, init_device_mesh("cpu", (2,)), plan)
-    lowtide.apply(net, TILED)
-    with pytest.raises(InvalidValueError, match=r"0\.mlp .* are a DTensor.*plain tensors.*rule"):
-        net(tokens(2, 12))
-
-
-def test_a_dtensor_is_not_cut():
-    run_ranks(sequence_parallel)
+    net(tokens(2, 24)).square().sum().backward()
+    for found in run_ranks(sequence_parallel, 24, ranks=ranks):
+        for ours, tiles in found.values():
+            assert tiles >= 48 // ranks // 7
+            assert_close(ours, gradients_of(net))
 
 
 def split_head(_rank: int) -> None:
@@ -168,6 +198,13 @@ def test_experts_on_two_ranks(lengths):
     """One rank's call may be too short to be cut, or be a lone token: it runs as many tiles as the other one."""
     ours, plain = (run_ranks(spread, lengths, policy, timeout=60) for policy in (TILED, "none"))
     assert ours[0][1] == ours[1][1] > 2
+    for (mine, _), (other, _) in zip(ours, plain, strict=True):
+        assert_close(mine, other)
+
+
+def test_recomputed_experts_on_two_ranks():
+    lengths = ((2, 24), (1, 3))
+    ours, plain = (run_ranks(spread, lengths, policy, timeout=60) for policy in ("recompute", "none"))
     for (mine, _), (other, _) in zip(ours, plain, strict=True):
         assert_close(mine, other)
 

@@ -44,13 +44,32 @@ def test_accelerate_on_two_ranks():
     assert "forwards 4, recomputes 4" in output
 
 
-@pytest.mark.timeout(900)  # DeepSpeed compiles an extension when it is first used
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed")
 def test_deepspeed_zero_3(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    output = torchrun(EXAMPLES / "deepspeed_zero3.py", timeout=800)
+    output = torchrun(EXAMPLES / "deepspeed_zero3.py")
     assert falls(re.findall(r"loss ([\d.]+)", output))
     assert "forwards 6, recomputes 6" in output
+
+
+def test_tensor_parallel():
+    output = torchrun(EXAMPLES / "tensor_parallel.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "model.layers.0-3.mlp x4 [tile] calls 6, tiles 24" in output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed")
+def test_ulysses():
+    output = torchrun(EXAMPLES / "ulysses.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "forwards 6, recomputes 6" in output
+    assert "lm_head [tile] calls 6, tiles 24" in output
+
+
+def test_pipeline():
+    output = torchrun(EXAMPLES / "pipeline.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "recomputes 25" in output  # four micro-batches in each of six steps, and one when the stage infers shapes
 
 
 def test_disk_tier(tmp_path):

@@ -3,6 +3,8 @@
 A gloo thread that still holds a finished collective's tensors while the interpreter ends aborts the process ("terminate
 called without an active exception"), which a busy machine makes likely. `destroy_process_group` prevents it unless
 somebody keeps the group, as DeepSpeed does. It says nothing about the script, which is over; its errors are raised.
+
+Ranks with DeepSpeed meet through gloo: its exchange through shared memory compiles for minutes at first use.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ from pathlib import Path
 def main() -> None:
     del sys.argv[0]  # the script's arguments are its own
     sys.path[0] = str(Path(sys.argv[0]).parent)
+    if "deepspeed" in Path(sys.argv[0]).read_text():
+        from deepspeed.ops import __compatible_ops__ as compatible
+
+        compatible["deepspeed_shm_comm"] = False
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.stdout.flush()
     sys.stderr.flush()

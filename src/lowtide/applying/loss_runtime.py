@@ -42,8 +42,11 @@ class ModelRuntime:
     def run(
         self, _module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the model's forward, and know meanwhile whether it has labels."""
-        labels = kwargs.get("labels")
+        """Run the model's forward, and know meanwhile whether it has labels.
+
+        Under sequence parallelism a rank's part of the labels comes shifted, and often alone: the loss is made outside.
+        """
+        labels = kwargs.get("labels") if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
         if args and labels is None:
             labels = inspect.signature(forward).bind_partial(*args).arguments.get("labels")
         before, self.has_labels = self.has_labels, labels is not None

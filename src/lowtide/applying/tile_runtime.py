@@ -17,9 +17,10 @@ from lowtide.compat import recorded_outputs
 from lowtide.errors import InvalidValueError, NotTokenWiseError
 from lowtide.regions import listed_experts
 from lowtide.tensor_tree import flatten
-from lowtide.tiling.collectives import has_several_ranks, is_distributed
+from lowtide.tiling.collectives import has_several_ranks
 from lowtide.tiling.hooks import HookWatch, inner_hooks, known_to_change
 from lowtide.tiling.probe import Trial
+from lowtide.tiling.spread_tokens import Spread, hidden_index, spread_function, spread_of
 from lowtide.tiling.surroundings import refuse_transforms
 from lowtide.tiling.tile import tile_call, tile_count
 from lowtide.tiling.tiled_function import TiledFunction
@@ -42,8 +43,8 @@ class TileRuntime:
         self._policy = policy
         self._ledger = ledger
         self._probe = probe
-        self._tried: dict[_Case, list[Any]] = {}
-        """What the module was tried out as, and the groups of the collectives that were found in it."""
+        self._tried: dict[_Case, _Verdict] = {}
+        """What the module was tried out as, and what was found."""
         self.suspended = 0
         """How many tiles of the block around it run right now: what is in a tile is not cut again."""
         self._alone: set[_Case] = set()
@@ -62,35 +63,36 @@ class TileRuntime:
         hooks = inner_hooks(module)
         case = _Case(module.training, frozenset(hook.kind for hook in hooks))
         if case in self._tried or not self._is_time_to_try(call, case):
-            return self._run(call, self._tried.get(case, []))
+            return self._run(call, self._tried.get(case, _UNKNOWN))
         self._check_gathers(module)
         refuse_transforms(self._ledger.name)  # in the trial it would look like a fault of the module
-        if is_distributed(x):
-            return self._run_distributed(call)
         if not self._probe:
-            self._tried[case] = []
-            return self._run(call, [])
+            self._tried[case] = _UNKNOWN
+            return self._run(call, _UNKNOWN)
         return self._try_out(call, case, hooks)
 
     def _try_out(self, call: _TiledCall, case: _Case, hooks: list[Hook]) -> Any:
         """Run the first call of its kind. Hooks that may change something are watched in the call, before the trial."""
-        trial = Trial(self._ledger.name, call.tiled, call.args, call.kwargs, call.x.shape[:-1])
         changing = known_to_change(hooks)
+        spread = spread_of(call.x)
+        if spread is None:  # it is too short to be cut, or refused
+            return self._run(call, _UNKNOWN)
+        trial = self._trial(call, spread)
         if len(changing) == len(hooks):
-            self._judge(trial, changing, call, case)
-            return self._run(call, self._tried.get(case, []))
+            self._judge(trial, spread, changing, call, case)
+            return self._run(call, self._tried.get(case, _UNKNOWN))
         watch = HookWatch(hooks)
         before = Snapshot(call.tiled.module.modules())  # type: ignore[union-attr]  # hooks are in a module
         output, error = None, None
         try:
             with watch.watching():
-                output = self._run(call, [])
+                output = self._run(call, _UNKNOWN)
         except Exception as failure:  # noqa: BLE001  (raised below, unless the trial can tell the reason)
             error = failure
         noted = before.noted(lambda *_: True)
         try:
             with noted.restored(self._ledger.name):  # the trial begins where the call began
-                self._judge(trial, watch.changing, call, case)
+                self._judge(trial, spread, watch.changing, call, case)
         except NotTokenWiseError as refusal:
             noted.restore()
             raise refusal from error
@@ -98,47 +100,58 @@ class TileRuntime:
             raise error
         return output
 
-    def _run_distributed(self, call: _TiledCall) -> Any:
-        """Run a call that is short enough to stay whole; refuse to cut a DTensor."""
-        if self._is_cut(call):
-            name = self._ledger.name
-            raise InvalidValueError(
-                f"{name} ({type(call.tiled.module).__name__}) cannot be tiled: its hidden states are a DTensor, of "
-                "which each rank may have other tokens. Hand it plain tensors of all tokens (use_local_output=True in "
-                f"the parallel plan), or leave it out with a rule: 'tile(mlp); {name}: none'"
-            )
-        return self._run(call, [])
+    def _judge(self, trial: Trial, spread: Spread, hooks: list[Hook], call: _TiledCall, case: _Case) -> None:
+        """Run the trial, and refuse the module if it cannot be tiled and this call is, or other ranks depend on it.
 
-    def _judge(self, trial: Trial, hooks: list[Hook], call: _TiledCall, case: _Case) -> None:
-        """Run the trial, and refuse the module if it cannot be tiled and this call is, or other ranks depend on it."""
-        fault, groups = trial.run(hooks)
+        With collectives inside, it may return only this rank's part of the tokens: then it is tried out as such.
+        """
+        fault, groups, lacks_rows = trial.run(hooks)
         if not groups and not self._is_cut(call) and not _gathers(call):
             self._alone.add(case)
             return
+        parts = 1
         if fault is not None:
-            raise trial.refuse(fault)
-        self._tried[case] = groups
+            scattered = spread.scattered(groups, call.x) if groups and lacks_rows else None
+            if scattered is None or self._trial(call, scattered).run(hooks).fault is not None:
+                raise trial.refuse(fault)
+            parts = scattered.parts
+        self._tried[case] = _Verdict(groups, parts)
 
-    def _run(self, call: _TiledCall, groups: list[Any]) -> Any:
-        tokens, shards = self._policy.tile_tokens, self._policy.tile_shards
-        with _joined_records(call.x.shape[:-1], self._ledger):
-            return tile_call(
-                call.tiled,
-                call.x,
-                call.args,
-                call.kwargs,
-                self._ledger,
-                tokens=tokens,
-                shards=shards,
-                groups=groups,
+    def _trial(self, call: _TiledCall, spread: Spread) -> Trial:
+        call = call.of_rows(spread)
+        return Trial(self._ledger.name, call.tiled, call.args, call.kwargs, call.x.shape[:-1])
+
+    def _run(self, call: _TiledCall, verdict: _Verdict) -> Any:
+        tiles = self._tile_count(call)
+        spread = Spread() if tiles == 1 else spread_of(call.x, verdict.parts)
+        if spread is None:
+            raise self._uneven(call, verdict.parts)
+        rows = call.of_rows(spread)
+        with _joined_records(rows.x.shape[:-1], self._ledger):
+            output = tile_call(
+                rows.tiled, rows.x, rows.args, rows.kwargs, self._ledger, shards=tiles, groups=verdict.groups
             )
+        return output if spread.is_whole else spread.whole(output)
 
     def _is_time_to_try(self, call: _TiledCall, case: _Case) -> bool:
         """Return whether the module is about to be cut, or may meet other ranks: then all try it in the first call."""
         return self._is_cut(call) or _gathers(call) or (has_several_ranks() and case not in self._alone)
 
     def _is_cut(self, call: _TiledCall) -> bool:
-        return tile_count(call.x, call.tiled.module, self._policy.tile_tokens, self._policy.tile_shards) > 1
+        return self._tile_count(call) > 1
+
+    def _tile_count(self, call: _TiledCall) -> int:
+        return tile_count(call.x, call.tiled.module, self._policy.tile_tokens, self._policy.tile_shards)
+
+    def _uneven(self, call: _TiledCall, parts: int) -> InvalidValueError:
+        name = self._ledger.name
+        what = f"its hidden states are {type(call.x).__name__} of shape {tuple(call.x.shape)}"
+        if parts > 1:
+            what = f"a part of its output, which has {call.x.shape[-2]} tokens, goes to each of {parts} ranks"
+        return InvalidValueError(
+            f"{name} ({type(call.tiled.module).__name__}) cannot be tiled: {what}, and the ranks' parts are not of one "
+            f"size. Pad the sequence to a multiple of the ranks, or leave it out with a rule: 'tile(mlp); {name}: none'"
+        )
 
     def _check_gathers(self, module: nn.Module) -> None:
         """Refuse parts that are gathered one by one, where ranks would have to call the same ones in the same order.
@@ -161,6 +174,16 @@ class TileRuntime:
             )
 
 
+class _Verdict(NamedTuple):
+    """What a trial found: the groups of the collectives inside, and how many ranks get a part of the output each."""
+
+    groups: list[Any]
+    parts: int = 1
+
+
+_UNKNOWN = _Verdict([])
+
+
 class _Case(NamedTuple):
     """What a trial holds for: a norm over the batch acts in training only, and hooks may come and go."""
 
@@ -176,6 +199,15 @@ class _TiledCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def of_rows(self, spread: Spread) -> _TiledCall:
+        """Return the call as one of a function of plain rows, if its tokens are spread over ranks."""
+        if spread.is_whole:
+            return self
+        rows = spread.rows(self.x)
+        tensors, tree = flatten((self.args, self.kwargs))
+        args, kwargs = tree.unflatten([rows if tensor is self.x else tensor for tensor in tensors])
+        return _TiledCall(spread_function(spread, self.tiled.function, self.tiled.module), rows, args, kwargs)  # type: ignore[arg-type]
+
 
 def _gathers(call: _TiledCall) -> bool:
     return bool(call.tiled.fsdp_modules()) or call.tiled.has_partitioned_weights()
@@ -184,7 +216,8 @@ def _gathers(call: _TiledCall) -> bool:
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the first argument that holds features of tokens."""
     tensors, _ = flatten((args, kwargs))
-    return next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1), None)
+    index = hidden_index(tensors)
+    return None if index is None else tensors[index]
 
 
 @contextlib.contextmanager

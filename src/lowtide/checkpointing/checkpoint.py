@@ -11,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
+from torch.nn import functional as F
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide._torch import (
@@ -35,7 +36,12 @@ from lowtide.checkpointing.kept_operators import KeptOperators
 from lowtide.checkpointing.saved_versions import check_handed_out, note_saved
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import entered_after, with_offload
-from lowtide.checkpointing.transforms import refuse_to_move, refuse_to_run_again, refuse_without_hooks
+from lowtide.checkpointing.transforms import (
+    refuse_other_attention,
+    refuse_to_move,
+    refuse_to_run_again,
+    refuse_without_hooks,
+)
 from lowtide.counters import RegionLedger
 from lowtide.errors import InvalidValueError
 from lowtide.policy.text import check_kept, read_kept
@@ -303,7 +309,7 @@ class _Replay:
     """
 
     __slots__ = (
-        *("_first", "_function", "_ledger", "_state", "_transforms", "_tree"),
+        *("_attention", "_first", "_function", "_ledger", "_state", "_transforms", "_tree"),
         *("is_compared", "kept", "on_entry", "region", "versions"),
     )
 
@@ -319,6 +325,7 @@ class _Replay:
         self._function = function
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._transforms = transforms_around()
+        self._attention = F.scaled_dot_product_attention
         self._tree = tree
         self._state = state
         self._ledger = ledger
@@ -348,6 +355,7 @@ class _Replay:
             return result
         if self._transforms:
             refuse_to_run_again(self.region, self._transforms)
+        refuse_other_attention(self.region, self._attention)
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:

@@ -54,6 +54,12 @@ class Finding(NamedTuple):
 
     fault: str | None
     groups: list[Any]
+    lacks_rows: bool = False
+    """Whether the fault is, on all ranks, that an output has no row for each token."""
+
+
+class _NoRowError(ValueError):
+    """An output has no row for each token."""
 
 
 class Trial:
@@ -78,14 +84,18 @@ class Trial:
             gathered(self._tiled),
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),
         ):
+            experiment = _Experiment(self._tiled, hooks, self._sample)
             with CollectiveGroups() as collectives:
-                fault = _Experiment(self._tiled, hooks, self._sample).find_fault()
+                fault = experiment.find_fault()
             groups = collectives.groups
             if groups and largest_in(groups, int(fault is not None), self._sample.device) and fault is None:
                 fault = "another rank found that it is not token-wise"
+            lacks_rows = experiment.lacks_rows
+            if groups and fault is not None:
+                lacks_rows = not largest_in(groups, int(not lacks_rows), self._sample.device)
         if fault is not None and hooks:
             fault += f" (with its hooks: {_listed(hooks)})"
-        return Finding(fault, groups)
+        return Finding(fault, groups, lacks_rows)
 
     def refuse(self, fault: str) -> NotTokenWiseError:
         """Return the error for a fault that was found."""
@@ -159,6 +169,7 @@ class _Experiment:
         self._sample = sample
         self._every = list(range(sample.count))
         self._changes_its_input = False
+        self.lacks_rows = False
 
     def find_fault(self) -> str | None:
         """Return why the module cannot be tiled, in words; None if it can."""
@@ -167,7 +178,8 @@ class _Experiment:
         except FAILURES as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            return f"it fails on a few of its tokens alone ({type(error).__name__}: {error})"
+            self.lacks_rows = isinstance(error, _NoRowError)
+            return f"it fails on a few of its tokens alone ({type(error).__name__.removeprefix('_')}: {error})"
         if self._changes_its_input:
             return "it changes its input in place"
         return next(filter(None, faults), None)
@@ -245,5 +257,5 @@ def _by_token(output: torch.Tensor, lead: torch.Size, count: int) -> list[torch.
     if output.shape[: len(lead)] == lead:
         output = output.reshape(count, *output.shape[len(lead) :])
     if output.shape[:1] != (count,):
-        raise ValueError(f"an output of shape {tuple(output.shape)} has no row for each of {count} tokens")
+        raise _NoRowError(f"an output of shape {tuple(output.shape)} has no row for each of {count} tokens")
     return list(output)
