@@ -41,7 +41,11 @@ def twin_of(tiled: TiledFunction, hooks: list[Hook]) -> TiledFunction:
 
 def _attributes(module: nn.Module, copier: _Copier, keys: set[tuple[int, int]]) -> dict[str, Any]:
     """Return the attributes of a module's twin."""
-    own = {name: value for name, value in vars(module).items() if name not in (*CONTENT, COMPILED_CALL, "forward")}
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in (*CONTENT, COMPILED_CALL, "compile", "forward")
+    }
     attributes = {
         name: type(value)() if name.endswith("_hooks") and isinstance(value, dict) else copier.attribute(value)
         for name, value in own.items()
