@@ -658,7 +658,7 @@ def non_reentrant_checkpoint(
 
 
 _PLAIN_FRAME = ("recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn")
-_FRAME = tuple(inspect.signature(torch_checkpoint._CheckpointFrame).parameters)
+_FRAME = tuple(inspect.signature(getattr(torch_checkpoint, "_CheckpointFrame", object)).parameters)
 _HAS_PLAIN_FRAMES = not _KNOWS_OTHERS_HOOKS and _FRAME == _PLAIN_FRAME
 """Whether this torch's frames are made as those of 2.10 to 2.13. Of others, only torch itself makes some."""
 
