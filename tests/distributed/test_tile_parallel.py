@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -120,6 +120,25 @@ def test_sequence_parallel(ranks):
         for ours, tiles in found.values():
             assert tiles >= 48 // ranks // 7
             assert_close(ours, gradients_of(net))
+
+
+def uneven_sequence(_rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    net = stack()
+    for layer in net:
+        parallelize_module(layer, mesh, SEQUENCE_PLANS["DTensor throughout"])
+    x = distribute_tensor(tokens(2, 25), mesh, [Shard(1)])
+    expected = net(x).full_tensor()
+    with (
+        lowtide.apply(net, TILED),
+        pytest.raises(InvalidValueError, match=r"0\.mlp .*25 tokens, goes to each of 2 ranks.*Pad the sequence"),
+    ):
+        net(x)
+    assert torch.equal(net(x).full_tensor(), expected)
+
+
+def test_a_sequence_that_does_not_divide_by_the_ranks_is_refused_where_it_would_be_cut():
+    run_ranks(uneven_sequence)
 
 
 def split_head(_rank: int) -> None:

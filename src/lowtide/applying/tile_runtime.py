@@ -93,7 +93,7 @@ class TileRuntime:
         try:
             with noted.restored(self._ledger.name):  # the trial begins where the call began
                 self._judge(trial, spread, watch.changing, call, case)
-        except NotTokenWiseError as refusal:
+        except (NotTokenWiseError, InvalidValueError) as refusal:
             noted.restore()
             raise refusal from error
         if error is not None:
@@ -112,6 +112,8 @@ class TileRuntime:
         parts = 1
         if fault is not None:
             scattered = spread.scattered(groups, call.x) if groups and lacks_rows else None
+            if scattered is None and lacks_rows and len(groups) == 1 and call.x.shape[-2] % groups[0].size():
+                raise self._uneven(call, groups[0].size())
             if scattered is None or self._trial(call, scattered).run(hooks).fault is not None:
                 raise trial.refuse(fault)
             parts = scattered.parts
