@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -89,6 +90,14 @@ def test_a_plan_in_which_nothing_fits_says_so():
     assert "does not fit" in plan.to_html()
     assert code_for(plan) is None
     assert "nothing fits" in str(plan)
+
+
+def test_how_ranks_share_the_step_is_said_everywhere():
+    job = Job(tokens=4096, engine="fsdp2", ranks=8, tp=2, optimizer_in_backward=True)
+    plan = dataclasses.replace(make_plan(20 * GIB), job=job)
+    assert f"8 x {plan.accelerator.name} (fsdp2, tp 2)" in str(plan)
+    assert f"8 x {plan.accelerator.name} (fsdp2, tp 2)" in plan.to_html()
+    assert "adamw in backward" in plan.to_html()
 
 
 @needs_browser

@@ -324,10 +324,9 @@ def _headline(plan: Plan) -> str:
 
     job, summary = plan.job, plan.summary
     trained = f"LoRA {job.lora}" if job.lora else "full fine-tuning"
-    where = f"{job.ranks} x {plan.accelerator.name} ({job.parallelism})" if job.ranks > 1 else plan.accelerator.name
     return (
         f"[bold]{escape(summary.name)}[/] ({summary.parameters / 1e9:.3g} billion weights), {trained}, "
-        f"{job.size}, {where}, {format_bytes(plan.budget)}"
+        f"{job.size}, {plan.where}, {format_bytes(plan.budget)}"
     )
 
 

@@ -143,8 +143,14 @@ class Plan:
 
         return plan_page(self)
 
+    @property
+    def where(self) -> str:
+        """Return the device; if there are several, with their number and how they share the step."""
+        ranks, name = self.job.ranks, self.accelerator.name
+        return f"{ranks} x {name} ({self.job.parallelism})" if ranks > 1 else name
+
     def __str__(self) -> str:
-        lines = [f"{self.summary.name} ({self.summary.model_class}), {self.job.size}, {self.accelerator.name}:"]
+        lines = [f"{self.summary.name} ({self.summary.model_class}), {self.job.size}, {self.where}:"]
         lines += [
             f"  {'fits' if c.fits else 'no  '}  {format_bytes(c.device_bytes):>10}  {_seconds(c):8.3g} s  {c.policy}"
             for c in self.candidates
