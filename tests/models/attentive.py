@@ -10,6 +10,7 @@ import importlib
 
 import pytest
 import torch
+from torch import nn
 
 from models.tiny import qwen3_vl, transformers
 
@@ -99,7 +100,7 @@ CONFIGS = {
     "gpt_neox": ("GPTNeoXForCausalLM", lambda: transformers.GPTNeoXConfig(**WIDTHS)),
 }
 WITHOUT_SDPA = ("gpt_oss",)
-WITHOUT_PADDING = ("whisper", "qwen3_vl")
+PADDING = 5
 
 
 @pytest.fixture
@@ -135,18 +136,35 @@ def batch(name: str, *, padded: bool = False, rows: int = 2, length: int = 23) -
     torch.manual_seed(1)
     if name == "qwen3_vl":
         given = qwen3_vl()[1]
-        return given | {"pixel_values": given["pixel_values"].double()}
+        given |= {"pixel_values": given["pixel_values"].double()}
+        return _with_padding_before(given) if padded else given
     ids = torch.randint(3, 90, (rows, length))
     if name == "whisper":
-        return {"input_features": torch.randn(rows, 8, 80).double(), "labels": ids}
+        given = {"input_features": torch.randn(rows, 8, 80).double(), "labels": ids}
+        if padded:
+            given["decoder_attention_mask"] = torch.ones_like(ids)
+            given["decoder_attention_mask"][0, :PADDING] = 0
+        return given
     given = {"input_ids": ids, "labels": ids[:, :19].clone() if name == "bart" else ids.clone()}
     if padded:
         mask = torch.ones_like(ids)
-        mask[0, :5] = 0
+        mask[0, :PADDING] = 0
         given["attention_mask"] = mask
         if name != "bart":
             given["labels"][mask == 0] = -100
     return given
+
+
+def _with_padding_before(given: dict) -> dict:
+    """Return a batch with images whose rows all begin with padding."""
+    ids = given["input_ids"]
+    given = {
+        name: nn.functional.pad(value, (PADDING, 0), value=-100 if name == "labels" else 0)
+        if value.shape == ids.shape
+        else value
+        for name, value in given.items()
+    }
+    return given | {"attention_mask": nn.functional.pad(torch.ones_like(ids), (PADDING, 0))}
 
 
 def step(model: torch.nn.Module, given: dict) -> dict[str, torch.Tensor]:

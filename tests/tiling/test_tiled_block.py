@@ -31,8 +31,7 @@ def cases():
             if attention == "sdpa" and name in attentive.WITHOUT_SDPA:
                 continue
             for padded in (False, True):
-                if not (padded and name in attentive.WITHOUT_PADDING):
-                    yield name, attention, padded
+                yield name, attention, padded
 
 
 @pytest.mark.parametrize(("name", "attention", "padded"), [*cases()])
