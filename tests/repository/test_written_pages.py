@@ -46,6 +46,28 @@ def test_every_longest_sequence_of_the_tables_is_known():
     assert all([fit["policy"] for fit in row["rows"]] == list(longest_sequences.POLICIES) for row in longest)
 
 
+def _tiled_mlps_and_blocks(model: str, tokens: str) -> list[dict[str, Any]]:
+    plans = json.loads((DOCS / "plans.json").read_text())
+    (plan,) = (plan for plan in plans if (plan["case"]["model"], plan["case"]["tokens"]) == (model, tokens))
+    by_policy = {candidate["policy"]: candidate for candidate in plan["candidates"]}
+    return [by_policy[policy] for policy in longest_sequences.POLICIES]
+
+
+@pytest.mark.parametrize(
+    ("model", "gib", "share_of_mlps"), [("Qwen3-VL-4B", 15.2, 0.52), ("Llama-3.1-8B", 25, 0.67), ("Qwen3-8B", 25, 0.6)]
+)
+def test_blocks_in_tiles_need_that_little_memory_and_time(model, gib, share_of_mlps):
+    mlps, blocks = _tiled_mlps_and_blocks(model, "128k")
+    assert blocks["device_bytes"] <= min(gib * 2**30, share_of_mlps * mlps["device_bytes"])
+    assert blocks["seconds"] <= (1.04 if model == "Qwen3-VL-4B" else 1.06) * mlps["seconds"]
+
+
+def test_blocks_in_tiles_allow_sequences_that_much_longer():
+    for row in json.loads((DOCS / "longest.json").read_text()):
+        mlps, blocks = row["rows"]
+        assert blocks["tokens"] >= (2.5 if "base" not in row["case"] else 2.4) * mlps["tokens"], row["case"]
+
+
 def test_the_page_about_plans_names_all_that_is_known():
     page = (DOCS / "plan.md").read_text()
     for what, names in {"GPUs": [row.name for row in load_table()], "models": list(known_models())}.items():
