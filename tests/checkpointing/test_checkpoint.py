@@ -182,7 +182,7 @@ class TestTorchsKeywords:
         lowtide.checkpoint(run, torch.randn(4, WIDTH, requires_grad=True), early_stop=False).sum().backward()
         assert [layer.seen.calls for layer in layers] == [2, 2]
 
-    def test_debug_names_the_operators_of_a_mismatch(self):
+    def test_debug_names_the_operators_of_a_mismatch(self, debugging):
         calls = []
 
         def different(x):

@@ -42,7 +42,7 @@ def test_a_plain_call_leaves_out_what_it_does_not_need(theirs, settings):
 @pytest.mark.parametrize(
     "around", [lambda: torch.device("cpu"), lambda: set_checkpoint_debug_enabled(True)], ids=["device", "debug"]
 )
-def test_modes_and_switches_are_for_torch(theirs, around):
+def test_modes_and_switches_are_for_torch(theirs, debugging, around):
     expected = step(torch.cos)
     theirs.clear()
     with around():
