@@ -79,7 +79,7 @@ RIVALRIES = (
 )
 LAYERS, WIDTH, TILES, TIMED_WIDTH = 2, 256, 16, 64
 ROUNDS = {"8K": 7, "32K": 3}
-SHORT = {"8K": 8192}
+FOR_PEERS = {name: LENGTHS[name] for name in ("8K", "32K")}
 """The lengths at which peers are counted: a step at 32768 tokens takes a minute on the emulated device."""
 
 
@@ -160,7 +160,7 @@ def _train(model: PreTrainedModel, batch: dict[str, torch.Tensor], context: Abst
 def measure(say: Say, only: tuple[str, ...] = (*OURS, *PEERS), *, timed: bool = True) -> Result:
     torch.set_num_threads(1)
     models.qwen3(layers=1, width=64, tokens=8)  # imported here once, and not in every fork
-    lengths = {name: LENGTHS if name in OURS else SHORT for name in only}
+    lengths = {name: LENGTHS if name in OURS else FOR_PEERS for name in only}
     rows, left_out = keep_going({name: functools.partial(counts, name, lengths[name]) for name in only}, say)
     for done, length in enumerate(ROUNDS if timed else ()):
         say(f"time, {length}", done, len(ROUNDS))
