@@ -43,6 +43,8 @@ def sim() -> Iterator[str]:
         launch=default.launch,
         on_violation=default.on_violation,
     )
+    # The device's backward thread holds the last node of the last backward until it is told to run another.
+    torch.empty(0, device="sim", requires_grad=True).backward(torch.empty(0, device="sim"))
     simdevice.reset()
     torch.manual_seed(0)
     yield "sim"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from packaging.version import Version
 from lowtide import compat
 from lowtide.units import format_bytes
 from support.pages import CODE
+from support.script import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -88,7 +87,7 @@ def comparable(text: str) -> str:
 def test_code_in_readme_and_docs_runs_and_prints_what_is_shown(code: str, output: str | None, tmp_path: Path):
     script = tmp_path / "block.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
     if output is not None:
         assert comparable(done.stdout) == comparable(output)

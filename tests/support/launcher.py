@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PRELOAD = [
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.nn.parallel",
     "lowtide",
