@@ -10,7 +10,6 @@ import os
 import runpy
 import subprocess
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 from support.launcher import PRELOAD
@@ -40,8 +39,4 @@ def _run(script: Path, out: Path, err: Path) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
     os.chdir(script.parent)
     sys.argv, sys.path[0] = [str(script)], str(script.parent)
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except BaseException:
-        traceback.print_exc()
-        raise
+    runpy.run_path(str(script), run_name="__main__")
