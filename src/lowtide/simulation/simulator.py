@@ -6,6 +6,7 @@ A `Simulator` runs in the worker process (`worker`); the user's process has a `S
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from lowtide.policy.rules import joined
 from lowtide.regions import calls_attention, find_head, find_mlps, find_regions
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
+from lowtide.simulation.meta_tensors import MetaKernels
 from lowtide.simulation.region_costs import region_costs
 from lowtide.simulation.sequence_parallel import require_heads
 from lowtide.simulation.step import simulate
@@ -86,6 +88,8 @@ class Simulator:
             longest=getattr(text, "max_position_embeddings", None),
             tile_options=find_tile_options(model, tp=job.tp, sp=job.sp),
         )
+        self._kernels = MetaKernels()
+        self._truncated: dict[int, nn.Module] = {}
         self._recorded = functools.cache(self._record)
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
@@ -116,10 +120,22 @@ class Simulator:
 
     def _record(self, policy: str, length: int | None) -> Recording:
         """Simulate one step, with the stack truncated to `length` layers; None keeps them all."""
+        return simulate(self._build(length), self._make_batch, self._job, Policy.parse(policy), self._accelerator, self._kernels)
+
+    def _build(self, length: int | None) -> nn.Module:
+        """Build the model anew for each step; a copy of a truncated one is made much faster than the whole model.
+
+        A module or a factory of the user's is not copied: what it is made of is unknown.
+        """
+        if length is None or self._stack is None:
+            return build(self._target, self._job)
+        if length in self._truncated:
+            return copy.deepcopy(self._truncated[length])
         model = build(self._target, self._job)
-        if length is not None and self._stack is not None:
-            truncate(model, self._stack, length)
-        return simulate(model, self._make_batch, self._job, Policy.parse(policy), self._accelerator)
+        truncate(model, self._stack, length)
+        if self._target.kind not in ("module", "factory"):
+            self._truncated[length] = copy.deepcopy(model)
+        return model
 
     def _make_batch(self, model: nn.Module, device: torch.device) -> Any:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)

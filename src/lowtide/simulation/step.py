@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lowtide.policy import Policy
     from lowtide.recording import Event
     from lowtide.regions import Region
+    from lowtide.simulation.meta_tensors import MetaKernels
     from lowtide.simulation.optimizers import Optimizers
     from lowtide.targets.job import Job
 
@@ -80,11 +81,21 @@ class Recording:
     """Counts and bytes of what ranks that share a batch exchange, by phase and kind."""
 
 
-def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
-    """Run one step of `model` (built on the meta device) under `policy`, and return its recording."""
+def simulate(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    job: Job,
+    policy: Policy,
+    accelerator: Accelerator,
+    kernels: MetaKernels | None = None,
+) -> Recording:
+    """Run one step of `model` (built on the meta device) under `policy`, and return its recording.
+
+    `kernels` remember the results of earlier steps: what differs between two policies is the order of operations.
+    """
     clock = Clock(link_bytes_per_second=accelerator.link_rate)
     attention = Attention(job.attention, has_flash=accelerator.has_flash)
-    ledger = Ledger(clock, accelerator.rates, DEVICE)
+    ledger = Ledger(clock, accelerator.rates, DEVICE, kernels=kernels)
     with simulated_device(clock, attention):
         model.to(DEVICE)
         return record(model, make_batch, job, policy, ledger, attention, accelerator)
