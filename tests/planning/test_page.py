@@ -71,6 +71,7 @@ def make_plan(budget: int) -> Plan:
         host_budget=80 * GIB,
         candidates=candidates,
         best=next((candidate for candidate in candidates if candidate.fits), None),
+        fastest=next((candidate for candidate in candidates if candidate.fits), None),
         notes=["a note"],
     )
 
@@ -82,13 +83,13 @@ def test_the_page_has_the_table_the_line_and_the_reasons():
     assert "10.55 GiB too much" in page
     assert "layers.&lt;3&gt;" in page, "names are escaped"
     assert "1 x 4096 tokens, fp32, adamw" in page, "the type of the weights that were planned"
-    assert code_for(plan) == 'lowtide.apply(model, "recompute; *.0: none")'
+    assert code_for(plan.best) == 'lowtide.apply(model, "recompute; *.0: none")'
 
 
 def test_a_plan_in_which_nothing_fits_says_so():
     plan = make_plan(4 * GIB)
     assert "does not fit" in plan.to_html()
-    assert code_for(plan) is None
+    assert not plan.recommended
     assert "nothing fits" in str(plan)
 
 

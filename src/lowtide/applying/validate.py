@@ -7,7 +7,6 @@ MLPs, the head) is handed on as an `Installation`, so that nothing is looked for
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import logging
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +18,7 @@ from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
 from lowtide.losses.head_loss import count_classes
 from lowtide.modules import device_of
 from lowtide.policy import Policy
+from lowtide.policy.pattern import matches
 from lowtide.regions import calls_attention, find_head, find_mlps, find_norms, find_regions
 from lowtide.stores import store_for
 
@@ -188,9 +188,9 @@ def _check_rules(policy: Policy, regions: list[Region], mlps: list[MLP]) -> None
     region_names = [region.name for region in regions]
     mlp_names = [mlp.name for mlp in mlps]
     for pattern, rule in policy.overrides:
-        if fnmatch.filter(region_names, pattern):
+        if any(matches(pattern, name) for name in region_names):
             continue
-        if not fnmatch.filter(mlp_names, pattern):
+        if not any(matches(pattern, name) for name in mlp_names):
             raise InvalidValueError(
                 f"the rule {pattern!r} of policy {policy.describe()!r} matches no region and no MLP: regions have "
                 f"names like {region_names[0]!r}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowtide.errors import InvalidValueError
 from lowtide.policy.mapping import read_mapping
+from lowtide.policy.pattern import check_pattern, matches
 from lowtide.policy.text import KEPT, PARTS, PLACES, check_kept, read_text
 from lowtide.spelling import unknown
 from lowtide.units import format_bytes
@@ -105,6 +105,7 @@ class Policy:
     def _check_rules(self) -> None:
         """Refuse settings in rules that hold for the whole model: it has one store."""
         for pattern, policy in self.overrides:
+            check_pattern(pattern)
             if policy.overrides:
                 raise InvalidValueError(f"the rule {pattern!r} has rules of its own: put all rules side by side")
             if policy.host_limit is not None:
@@ -154,7 +155,7 @@ class Policy:
         """Return the policy, without rules, for a region of this name; a part of a region goes by both their names."""
         chosen = dataclasses.replace(self, overrides=())
         for pattern, policy in self.overrides:
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            if any(matches(pattern, name) for name in names):
                 chosen = policy
         return chosen
 

@@ -43,6 +43,8 @@ class Estimate:
     """Bytes at the peak by region and kind of owner."""
     left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Why blocks do not run in tiles as the policy says, and which of those that were simulated."""
+    runs_whole: bool = False
+    """Whether every module that is to run in tiles, except the loss, was too short to be cut."""
     traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     """How often ranks that share a batch exchange something, and how many bytes one rank sends, by phase and kind."""
 
@@ -79,6 +81,7 @@ def exact_estimate(policy: str, recording: Recording) -> Estimate:
         ],
         regions=regions,
         left_alone=recording.left_alone,
+        runs_whole=recording.runs_whole,
         traffic=recording.traffic,
     )
 
@@ -105,6 +108,7 @@ def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
         kernels=long.kernels,
         exact=False,
         left_alone=long.left_alone,
+        runs_whole=long.runs_whole,
         traffic={
             kind: {
                 figure: round(extrapolate(short.traffic.get(kind, {}).get(figure, 0), number))

@@ -23,7 +23,7 @@ from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
 from lowtide.simulation.meta_tensors import MetaKernels
 from lowtide.simulation.region_costs import region_costs
 from lowtide.simulation.sequence_parallel import require_heads
-from lowtide.simulation.step import simulate
+from lowtide.simulation.step import resident_bytes, simulate
 from lowtide.simulation.tensor_parallel import divides_head, require_divisible
 from lowtide.targets.batches import make_batch, put_on
 from lowtide.targets.job import DTYPES
@@ -54,6 +54,8 @@ class ModelSummary:
     """The longest sequence that the model was made for, if its configuration names one."""
     tile_options: list[str]
     """What can run in tiles, as words of a policy; the first, `""`, tiles nothing."""
+    resident_bytes: int = 0
+    """Bytes that one rank's device holds before a step begins: weights and the optimizer's states."""
 
     def too_long(self, tokens: int | None) -> str | None:
         """Return a note about sequences that are longer than the model was made for, which need not be a mistake."""
@@ -87,6 +89,7 @@ class Simulator:
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
             tile_options=find_tile_options(model, tp=job.tp, sp=job.sp),
+            resident_bytes=resident_bytes(model, job, accelerator),
         )
         self._kernels = MetaKernels()
         self._truncated: dict[int, nn.Module] = {}
@@ -120,7 +123,9 @@ class Simulator:
 
     def _record(self, policy: str, length: int | None) -> Recording:
         """Simulate one step, with the stack truncated to `length` layers; None keeps them all."""
-        return simulate(self._build(length), self._make_batch, self._job, Policy.parse(policy), self._accelerator, self._kernels)
+        return simulate(
+            self._build(length), self._make_batch, self._job, Policy.parse(policy), self._accelerator, self._kernels
+        )
 
     def _build(self, length: int | None) -> nn.Module:
         """Build the model anew for each step; a copy of a truncated one is made much faster than the whole model.

@@ -154,7 +154,22 @@ class Job:
     @property
     def size(self) -> str:
         """Describe the batch in words."""
-        return "its own batch" if self.tokens is None else f"{self.batch_size} x {self.tokens} tokens"
+        if self.tokens is None:
+            return "its own batch"
+        pictures = ""
+        if self.images is not None:
+            count, height, width = self.images
+            pictures = f" with {count} image{'s' if count > 1 else ''} of {height}x{width}"
+        return f"{self.batch_size} x {self.tokens} tokens{pictures}"
+
+    @property
+    def training(self) -> str:
+        """Describe in words what is trained, and on what base."""
+        if self.lora is None:
+            return "full fine-tuning"
+        where = "all projections" if self.lora_targets == LORA_TARGETS else ", ".join(self.lora_targets)
+        base = " on a 4-bit base" if self.base == "4bit" else ""
+        return f"LoRA {self.lora} ({self.lora_dtype}) in {where}{base}"
 
     @property
     def shards_weights(self) -> bool:
