@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from lowtide.errors import SilentNoOpError
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.autograd.graph import Node
@@ -81,6 +82,8 @@ class Guard:
         """The counts of the tiled loss, if the policy tiles it."""
         self.regions: list[WatchedRegion] = []
         """All regions that the policy acts on."""
+        self.find_replaced: Callable[[], list[str]] = list
+        """Names modules that were replaced since the policy was applied: it went with them."""
         self._strict = strict
         self._backward: int | None = None
         self._reached: dict[str, WatchedRegion] = {}
@@ -92,6 +95,8 @@ class Guard:
         self._without_gradients: dict[str, RemovableHandle] = {}
         self._differentiated_by_model: set[str] = set()
         self._caches = DroppedCaches()
+        self._rerun = False
+        """Whether a region ran inside a backward: in a reentrant checkpoint of somebody else's."""
 
     def is_checked(self, region: WatchedRegion) -> bool:
         """Return whether a backward that reached `region` has been checked."""
@@ -123,6 +128,12 @@ class Guard:
             self._without_gradients[region.name] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _: self._receive_gradient(region)
             )
+
+    def note_rerun(self, region: WatchedRegion) -> None:
+        """Take note that a region is called while a backward runs, and warn: it will be recomputed once more."""
+        if not self._rerun:
+            self._rerun = True
+            warnings.warn(f"lowtide: {_rerun_in_backward(region)}", stacklevel=2)
 
     def note_cache(self, cache: Any, layers: set[int], name: str) -> None:
         """Take note that region `name` was given a cache for these layers, and that it was dropped."""
@@ -173,9 +184,9 @@ class Guard:
         twice = [region for region in self._reached.values() if region.policy.recompute and region.ledger.nested]
         self._reached.clear()
         if findings and self._strict and is_first:
-            raise SilentNoOpError("\n".join(findings))
+            raise SilentNoOpError("\n".join(_grouped(findings)))
         if findings:
-            warnings.warn("lowtide: " + "\n".join(findings), stacklevel=2)
+            warnings.warn("lowtide: " + "\n".join(_grouped(findings)), stacklevel=2)
         elif twice:
             warnings.warn(f"lowtide: {_recomputed_twice(twice[0])}", stacklevel=2)
 
@@ -207,7 +218,10 @@ class Guard:
 
     def _findings_about_model(self) -> list[str]:
         findings = [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
-        if self.loss is not None and not self.loss.calls:
+        replaced = self.find_replaced()
+        if replaced:
+            findings.append(_replaced(replaced))
+        if self.loss is not None and not self.loss.calls and self.loss.name not in replaced:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
                 "called without labels or in evaluation mode, or computes its loss from different logits: pass labels, "
@@ -316,6 +330,45 @@ def _inside_another(name: str) -> str:
 def _recomputed_twice(region: WatchedRegion) -> str:
     kept = f", and {' and '.join(region.policy.keep)} is not kept" if region.policy.keep else ""
     return f"region {region.name!r} ran inside another checkpoint, so it is recomputed twice{kept}: {_SWITCH_OFF}"
+
+
+def _rerun_in_backward(region: WatchedRegion) -> str:
+    return (
+        f"region {region.name!r} ran inside a backward: a reentrant checkpoint around it (use_reentrant=True) runs it "
+        f"there, and the policy recomputes it once more, as it does every region in that checkpoint: {_SWITCH_OFF}"
+    )
+
+
+def _replaced(names: list[str]) -> str:
+    """Say which modules are no longer those that the policy was put on."""
+    return (
+        f"{_some(names)} {'was' if len(names) == 1 else 'were'} replaced after the policy was applied, and what is "
+        "there now runs without it (a copy of a layer, or a head of resize_token_embeddings): apply the policy again, "
+        "or after that change"
+    )
+
+
+def _grouped(findings: list[str]) -> list[str]:
+    """Join findings that say the same about several regions: 36 layers give one line, with the first one's figures."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for finding in findings:
+        match = _ABOUT_REGION.match(finding)
+        name = match["name"] if match else ""
+        groups.setdefault(_NUMBER.sub("", finding.replace(name, "") if name else finding), []).append((name, finding))
+    return [
+        first if len(same) == 1 or not name else f"{first} ({len(same) - 1} more such regions, to {same[-1][0]!r})"
+        for same in groups.values()
+        for name, first in same[:1]
+    ]
+
+
+_ABOUT_REGION = re.compile(r"region '(?P<name>[^']+)'")
+_NUMBER = re.compile(r"\d+")
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 2} more" if len(names) > 2 else ""  # noqa: PLR2004
+    return ", ".join(map(repr, names[:2])) + rest
 
 
 def _ran_in_evaluation(name: str) -> str:

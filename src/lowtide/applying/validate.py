@@ -86,6 +86,12 @@ class Installation:
         """Whether any region is recomputed or offloaded; tiles alone do not change what is kept."""
         return any(policy.recompute or policy.offload for _, policy in self.regions)
 
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """Return all modules that the policy acts on, with their names; a block that is tiled is a region, too."""
+        found = [(region.name, region.module) for region, _ in self.regions]
+        found += [(mlp.name, mlp.module) for mlp, _ in self.mlps] + [(norm.name, norm.module) for norm, _ in self.norms]
+        return found if self.head is None else [*found, (self.head.name, self.head.module)]
+
     def with_store(self) -> Installation:
         """Return this installation with its store open, if it needs one. Raises `StoreError` if it cannot be had."""
         return dataclasses.replace(self, store=store_for(self.policy)) if self.offloads else self
