@@ -101,16 +101,13 @@ class Report:
         if not any(region.recomputes or region.packed_bytes for region in ran):
             return f"{lines[0]}\nno backward has run yet"
         moved = sum(region.packed_bytes // max(1, region.forwards) for region in ran)
-        recomputed = sum(region.recomputes for region in ran)
-        return "\n".join(
-            [
-                *lines,
-                f"saves {format_bytes(self.saved_per_step)} of device memory per step against plain training; of that, "
-                f"{format_bytes(moved)} in the store",
-                f"{recomputed} recomputes so far; host memory {format_bytes(self.peak_host_bytes)} at the peak; compute "
-                f"waited {self.seconds_waited * 1e3:.1f} ms for copies",
-            ]
-        )
+        saves = f"saves {format_bytes(self.saved_per_step)} of device memory per step against plain training"
+        costs = f"{sum(region.recomputes for region in ran)} recomputes so far"
+        if moved:
+            saves += f", {format_bytes(moved)} of it by moving"
+            costs += f", {format_bytes(self.peak_host_bytes)} of host memory at the peak"
+            costs += f", {self.seconds_waited * 1e3:.1f} ms of waiting for copies"
+        return "\n".join([*lines, saves, costs])
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -15,13 +15,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
 
 from lowtide._torch import (
     aliases_parameter,
     checkpoint_hooks,
     graph_break,
-    is_traceable_wrapper_subclass,
     like_hook,
     push_hooks,
     storage_key,
@@ -31,8 +30,6 @@ from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from lowtide.counters import RegionLedger
     from lowtide.weights import RefuseSaved
@@ -64,7 +61,7 @@ class SavedBytes:
     def __call__(self, tensor: torch.Tensor) -> None:
         if self._refuse_saved is not None:
             self._refuse_saved(tensor)
-        if isinstance(tensor, nn.Parameter) or aliases_parameter(tensor) or is_traceable_wrapper_subclass(tensor):
+        if type(tensor) is not torch.Tensor or aliases_parameter(tensor):  # a parameter, or a wrapper of other tensors
             return
         key = storage_key(tensor.untyped_storage())
         if key not in self._seen:  # what is saved lives at least as long as the recompute

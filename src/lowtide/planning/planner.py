@@ -12,7 +12,7 @@ from lowtide.errors import InvalidValueError
 from lowtide.hardware.accelerators import Efficiencies, margins_for, resolve_accelerator
 from lowtide.planning.result import INAPPLICABLE, Candidate, Plan, judge
 from lowtide.planning.solver import solve
-from lowtide.planning.ways_out import find_ways_out
+from lowtide.planning.ways_out import Question, find_ways_out
 from lowtide.policy import Policy
 from lowtide.policy.rules import as_policy, joined
 from lowtide.simulation.cache import PROCESSES, CachedSimulator, process_for
@@ -133,7 +133,7 @@ def plan(
         limits = _Limits(*budgets, margins_for(accelerator, job.ranks), parse_share(headroom))
         planner = _Planner(simulator, job, accelerator, limits, exact=exact, progress=progress, tell=on_candidate)
         found = planner.plan_one(chosen) if chosen is not None else planner.plan_all()
-        return planner.with_ways_out(found) if suggest and not found.fits else found
+        return planner.with_ways_out(found, chosen) if suggest and not found.fits else found
 
 
 plan.__module__ = "lowtide"
@@ -201,12 +201,14 @@ class _Planner:
         fastest = self._fastest(candidates)
         return self._plan(candidates, best=fastest and self._simplest(candidates, fastest), fastest=fastest)
 
-    def with_ways_out(self, plan: Plan) -> Plan:
+    def with_ways_out(self, plan: Plan, policy: str | None) -> Plan:
         """Return a plan in which nothing fits with the changes that would help."""
         limits = self._limits
-        ways = find_ways_out(
-            self._simulator, self._job, self._accelerator, limits.device, limits.host, limits.headroom, self._report
+        policy = policy or joined("recompute+offload", self._simulator.summary.tile_options[-1])
+        question = Question(
+            self._simulator, self._job, self._accelerator, policy, limits.device, limits.host, limits.headroom
         )
+        ways = find_ways_out(question, self._report)
         return dataclasses.replace(plan, ways_out=ways)
 
     def _uniform(self) -> list[Candidate]:
@@ -347,8 +349,8 @@ class _Planner:
                 "(--host-budget) to what this machine has"
             )
         for tile in self._idle_tiles:
-            less = "tile(loss)" if "loss" in tile else "no tiles"
-            notes.append(f"{tile} is left out: no call is long enough to be cut, so it does what {less} does")
+            less = "as tile(loss)" if "loss" in Policy.parse(tile).tile else "as no tiles"
+            notes.append(f"{tile} is left out: no call is long enough to be cut, so it does the same {less}")
         for reason in filter(None, dict.fromkeys(self._inapplicable.values())):
             policies = [policy for policy, why in self._inapplicable.items() if why == reason]
             notes.append(f"not applicable here, and left out: {', '.join(policies)} ({reason})")
