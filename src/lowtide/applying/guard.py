@@ -173,15 +173,16 @@ class Guard:
 
     def _check(self) -> None:
         is_first, self._has_checked_first = not self._has_checked_first, True
-        findings = [text for region in self._reached.values() for text in self._findings_about(region)]
-        findings += self._findings_about_small([region for region in self._reached.values() if region.is_too_small])
-        findings += self._findings_about_kept([region for region in self._reached.values() if region.keeps_nothing])
+        reached = [region for region in self.regions if region.name in self._reached]  # in the model's order
+        findings = [text for region in reached for text in self._findings_about(region)]
+        findings += self._findings_about_small([region for region in reached if region.is_too_small])
+        findings += self._findings_about_kept([region for region in reached if region.keeps_nothing])
         if is_first:  # looked at once: dropped caches, the loss, and regions that ran without gradients
             findings += self._findings_about_model()
             self._caches = DroppedCaches()
             self.close()
         self._checked.update(self._reached)
-        twice = [region for region in self._reached.values() if region.policy.recompute and region.ledger.nested]
+        twice = [region for region in reached if region.policy.recompute and region.ledger.nested]
         self._reached.clear()
         if findings and self._strict and is_first:
             raise SilentNoOpError("\n".join(_grouped(findings)))

@@ -56,7 +56,7 @@ class RegionRuntime:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward under the policy in training, plainly in evaluation; the guard watches both."""
-        if self._policy.recompute and graph_task_id() != NO_BACKWARD:
+        if self._policy.recompute and not self._ledger.nested and graph_task_id() != NO_BACKWARD:
             self._guard.note_rerun(self._region)
         first_node = next_sequence_number()
         output = self._train(module, forward, args, kwargs) if module.training else forward(*args, **kwargs)

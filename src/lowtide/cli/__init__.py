@@ -15,6 +15,7 @@ from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.plan import calibrate, plan
 from lowtide.cli.policies import policies
+from lowtide.cli.trace import trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,7 @@ app.command()(audit)
 app.command()(doctor)
 app.command()(plan)
 app.command()(policies)
+app.command()(trace)
 app.command()(calibrate)
 
 
