@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lowtide.cli import plan_options as options  # noqa: TC001  (Typer reads the annotations)
-from lowtide.cli.output import Format, check_output, format_option, give_up, refuse_unused, write
+from lowtide.cli.output import Format, check_output, format_option, give_up, is_given, refuse_unused, write
 from lowtide.cli.plan_table import headline, print_largest, print_plan, table_of
 from lowtide.progress import progress_bar
 
@@ -31,7 +33,7 @@ _JOB = (
 
 def plan(
     context: typer.Context,
-    model: options.Model,
+    model: options.Model = None,
     tokens: options.Tokens = None,
     batch_size: options.BatchSize = 1,  # noqa: ARG001  (this and other settings of the job are read from the context)
     images: options.Images = None,  # noqa: ARG001
@@ -62,6 +64,8 @@ def plan(
     cache: options.Cache = True,
     output: Annotated[Format, format_option("the plan", Format.TEXT, Format.JSON, Format.HTML)] = Format.TEXT,
     to: options.Output = None,
+    serve: options.Serve = False,
+    port: options.Port = 0,
 ) -> None:
     """Will it fit, and which policies are the best that fit? No GPU is needed.
 
@@ -83,6 +87,12 @@ def plan(
     from lowtide.errors import LowtideError
     from lowtide.targets.target import is_factory
 
+    if serve:
+        _serve(context, port)
+        return
+    if model is None:
+        give_up("name a MODEL, or open the page to plan in with --serve")
+    refuse_unused(context, ("port",), "is for the page: give --serve too")
     _check_question(context, output, longest=longest, largest_batch=largest_batch, exact=exact)
     if lora is None:
         refuse_unused(context, ("lora_dtype",), "is for adapters: give --lora 16 (or another rank)")
@@ -106,6 +116,38 @@ def plan(
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
+
+
+_ON_PAGE = ("model", "tokens", "device", "ranks", "engine", "lora", "optimizer", "batch_size")
+"""The options with which the page begins."""
+
+
+def _serve(context: typer.Context, port: int) -> None:
+    """Serve the page to plan in until Ctrl-C, and open it in a browser if there is one."""
+    import webbrowser
+
+    from lowtide.errors import LowtideError
+    from lowtide.planning.server import PlannerServer, serving
+    from lowtide.units import parse_tokens
+
+    given = [parameter.name or "" for parameter in context.command.params if is_given(context, parameter.name or "")]
+    refuse_unused(
+        context,
+        tuple(name for name in given if name not in (*_ON_PAGE, "four_bit", "serve", "port")),
+        "is not on the page of --serve: leave one of them out",
+    )
+    chosen = {name: context.params[name] for name in given if name in _ON_PAGE}
+    try:
+        if "tokens" in chosen:
+            chosen["tokens"] = parse_tokens(chosen["tokens"])
+        server = PlannerServer(port, **chosen, base="4bit" if context.params["four_bit"] else None)
+    except (LowtideError, OSError) as error:
+        give_up(str(error))
+    with serving(server) as address:
+        Console().print(f"planning at [bold]{address}[/] (Ctrl-C ends it)", soft_wrap=True)
+        webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
 
 def _check_question(context: typer.Context, output: Format, *, longest: bool, largest_batch: bool, exact: bool) -> None:
@@ -175,9 +217,7 @@ def _command_for(context: typer.Context, way: WayOut) -> str:
     dropped = {*way.change, *(("budget",) if "device" in way.change else ())}
     for parameter in context.command.params:
         name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and name not in (*dropped, "model", "output", "to"):
+        if is_given(context, name) and name not in (*dropped, "model", "output", "to"):
             words += _written(parameter.opts[0], context.params[name])
     for name, value in way.change.items():
         words += _written(_OPTIONS.get(name, f"--{name.replace('_', '-')}"), name == "base" or value)

@@ -41,7 +41,7 @@ _ranks = _in("Several ranks")
 _question = _in("The question")
 _answer = _in("The answer")
 
-Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)]
+Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)]
 
 Tokens = Annotated[
     str | None,
@@ -132,5 +132,11 @@ Longest = Annotated[bool, _question("--longest", help="Find the longest sequence
 LargestBatch = Annotated[bool, _question("--largest-batch", help="Find the largest batch that fits, for each policy.")]
 Exact = Annotated[bool, _question("--exact", help="Simulate every layer of every policy.")]
 
+Serve = Annotated[
+    bool, _answer("--serve", help="Open a page to plan in, on this machine: rows arrive as they are known.")
+]
+Port = Annotated[
+    int, _answer(metavar="N", min=0, max=65535, help="Where --serve listens. Default: a free port.", show_default=False)
+]
 Cache = Annotated[bool, _answer("--cache/--no-cache", help="Keep results, and reuse those of earlier plans.")]
 Output = Annotated[Path | None, _answer("--output", "-o", metavar="FILE", help="Write the plan to this file instead.")]
