@@ -245,6 +245,7 @@ def test_a_reentrant_checkpoint_around_the_blocks_is_told_once(x):
     with pytest.warns(UserWarning, match=r"'layers\.0' ran inside a backward: a reentrant checkpoint") as told:
         checkpoint(lambda y: model(y)[-1], x, use_reentrant=True).sum().backward()
     assert len(told) == 1
+    assert told[0].filename == __file__, "it points at the line that the user wrote"
     assert [(region.forwards, region.recomputes) for region in applied.report().regions] == [(1, 1)] * 3
 
 

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import lowtide
-from lowtide.cli import app, policies
+from lowtide.cli import app
+from lowtide.cli.policies import EXAMPLES, WORDS
 from lowtide.units import format_bytes
 from support import needs_transformers_5
 
@@ -89,7 +90,7 @@ def test_options_are_shown_without_types_that_a_flag_does_not_have():
 
 def test_the_language_of_policies_is_explained_with_examples_that_hold():
     shown = CliRunner().invoke(app, ["policies"]).stdout
-    for policy in (*policies.WORDS, *policies.EXAMPLES):
+    for policy in (*WORDS, *EXAMPLES):
         lowtide.Policy.parse(policy)
         assert policy in shown
 
@@ -167,7 +168,7 @@ def test_policies_are_told_apart_however_narrow_the_terminal_is(
     assert len(set(rows)) == len(rows)
     assert not [line for line in table if line.split()[-1:] == ["+"]], "a line is broken before a plus sign"
     assert ("at the peak" in result.stdout) == (width > 110), "a sentence, where there is room for one"
-    assert ("too much" in result.stdout.partition("fits")[0]) == (72 < width < 110), "else a figure"
+    assert any(line.endswith("too much") for line in table) == (72 < width < 110), "else a figure"
     assert "…" not in result.stdout, "nothing is cut"
 
 

@@ -95,13 +95,15 @@ def test_a_given_policy_is_the_only_one(cache: Path):
 
 
 def test_a_budget_that_nothing_fits_says_what_the_least_is():
-    plan = lowtide.plan(CONFIG, tokens=2048, device="L40S", budget="1GiB")
+    plan = lowtide.plan(CONFIG, tokens=2048, device="L40S", budget="1.5GiB")
     assert not plan.fits
     assert plan.policy is None
     assert plan.least.device_bytes == min(candidate.device_bytes for candidate in plan.candidates)
     model = transformers.LlamaForCausalLM(CONFIG)
     before = dict(model.model.layers[0].__dict__)
-    with pytest.raises(DoesNotFitError, match=r"no policy fits 1 GiB with 1 x 2048 tokens: the least is .* too much"):
+    with pytest.raises(
+        DoesNotFitError, match=r"no policy fits 1 GiB with .*: weights and the optimizer's states alone take 776 MiB"
+    ):
         lowtide.apply(model, budget="1GiB", tokens=2048, device="L40S")
     assert model.model.layers[0].__dict__ == before
 
@@ -160,6 +162,7 @@ def test_apply_takes_a_budget():
         (42, {}, InvalidValueError, "a module, a configuration or a name"),
         ("vit", {}, PlanError, "no model that computes a language-modelling loss"),
         ("llama", {"budget": 0}, InvalidValueError, "a budget of 0 fits nothing"),
+        ("llama", {"tokens": "64M"}, InvalidValueError, "more than a plan can simulate"),
         ("llama", {"headroom": "120%"}, InvalidValueError, "not a share: write it like 0.05 or '5%'"),
         ("llama", {"images": "4x512x512"}, PlanError, "takes no pictures"),
         ("llama", {"policy": "recompute+offload(disk=/scratch)"}, InvalidValueError, "no clock for"),
@@ -183,9 +186,9 @@ class TestAPolicyThatDoesNothingToAModel:
         plan = lowtide.plan("models.own:small", device="L40S")
         assert plan.fits
         assert [candidate.policy for candidate in plan.candidates if "offload" in candidate.policy] == []
-        assert {"none", "recompute", "tile(mlp)", "recompute+tile(mlp)"} <= {c.policy for c in plan.candidates}
+        assert {c.policy for c in plan.candidates} == {"none", "recompute"}
         (note,) = (note for note in plan.notes if "left out: offload" in note)
-        assert "left out: offload, recompute+offload, recompute(keep=attention)+offload, offload+tile(mlp)" in note
+        assert "left out: offload, recompute+offload, recompute(keep=attention)+offload (" in note
         assert "expected its saved tensors to be offloaded" in note
         assert "\n" not in note
 

@@ -119,7 +119,7 @@ def test_a_question_has_known_settings_of_known_types():
 
 @needs_browser
 def test_a_page_with_plans_judges_them_again_for_another_memory(tmp_path: Path):
-    plan = make_plan(40 * GIB)
+    plan = make_plan(20 * GIB)
     answer = {**answer_of(plan), "model": "tiny", "tokens": 8192}
     probe = """
       const verdicts = () => [...document.querySelectorAll("#rows tbody tr")].map(row => row.className);

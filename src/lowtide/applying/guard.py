@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ from lowtide._torch import (
 )
 from lowtide.applying.caches import DroppedCaches
 from lowtide.errors import SilentNoOpError
+from lowtide.notices import warn
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Guard:
         """Take note that a region is called while a backward runs, and warn: it will be recomputed once more."""
         if not self._rerun:
             self._rerun = True
-            warnings.warn(f"lowtide: {_rerun_in_backward(region)}", stacklevel=2)
+            warn(_rerun_in_backward(region))
 
     def note_cache(self, cache: Any, layers: set[int], name: str) -> None:
         """Take note that region `name` was given a cache for these layers, and that it was dropped."""
@@ -145,7 +145,7 @@ class Guard:
         topic = message.partition("(")[0]
         if topic not in self._said:
             self._said.add(topic)
-            warnings.warn(f"lowtide: {message}", stacklevel=2)
+            warn(message)
 
     def close(self) -> None:
         """Remove the hooks on parameters."""
@@ -187,9 +187,9 @@ class Guard:
         if findings and self._strict and is_first:
             raise SilentNoOpError("\n".join(_grouped(findings)))
         if findings:
-            warnings.warn("lowtide: " + "\n".join(_grouped(findings)), stacklevel=2)
+            warn("\n".join(_grouped(findings)))
         elif twice:
-            warnings.warn(f"lowtide: {_recomputed_twice(twice[0])}", stacklevel=2)
+            warn(_recomputed_twice(twice[0]))
 
     def _findings_about(self, region: WatchedRegion) -> list[str]:
         if region.name in self._differentiated_by_model:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from lowtide.checkpointing.kept_operators import check_words
 from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
 from lowtide.losses.head_loss import count_classes
 from lowtide.modules import device_of
+from lowtide.notices import warn
 from lowtide.policy import Policy
 from lowtide.policy.pattern import matches
 from lowtide.regions import calls_attention, find_head, find_mlps, find_norms, find_regions
@@ -133,11 +133,7 @@ def check_reach(model: nn.Module, regions: Iterable[Region]) -> None:
 def warn_about_own_checkpointing(model: nn.Module, policy: Policy) -> None:
     """Warn that the model's own checkpointing will be off. Where warnings are errors, nothing has been changed yet."""
     if any(checkpoints_itself(module) for module in model.modules()):
-        warnings.warn(
-            f"lowtide: the model's own gradient checkpointing is switched off while the policy {policy.describe()} is "
-            "in force",
-            stacklevel=3,
-        )
+        warn(f"the model's own gradient checkpointing is switched off while the policy {policy.describe()} is in force")
 
 
 def checkpoints_itself(module: nn.Module) -> bool:

@@ -40,7 +40,7 @@ _FIRST = {"tokens": (2048, 8192), "batch_size": (1, 2)}
 _ROUNDS = 8
 """The most points that are simulated after them."""
 
-_MOST = {"tokens": 16 * 2**20, "batch_size": 4096}
+_MOST = {"tokens": 4 * 2**20, "batch_size": 4096}
 
 
 class Needed(Protocol):

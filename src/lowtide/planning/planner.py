@@ -197,7 +197,8 @@ class _Planner:
         self._total = sum(len(region_policies(tile)) + 1 for tile in summary.tile_options) + 1
         uniform = self._uniform()
         mixed = list(self._mixtures(uniform))
-        candidates = [*uniform, *(candidate for candidate in mixed if candidate.fits)]
+        good = ("fits",) if any(candidate.verdict == "fits" for candidate in (*uniform, *mixed)) else ("tight",)
+        candidates = [*uniform, *(candidate for candidate in mixed if candidate.verdict in good)]
         fastest = self._fastest(candidates)
         return self._plan(candidates, best=fastest and self._simplest(candidates, fastest), fastest=fastest)
 
@@ -359,6 +360,11 @@ class _Planner:
             notes.append(
                 f"not all of {summary.model_class} can be tiled: its calls of attention cannot be seen, its MLPs are "
                 "not separate modules, or it does not compute its loss from labels as transformers' models do"
+            )
+        if summary.unquantized_bytes:
+            notes.append(
+                f"{format_bytes(summary.unquantized_bytes)} of experts' weights are not in 4 bits: transformers 5 "
+                "stacks them into parameters of three dimensions, and bitsandbytes quantizes linear layers alone"
             )
         notes += _left_alone(candidates)
         if self._simulator.warning:

@@ -13,6 +13,9 @@ from lowtide.policy.text import KEPT, PARTS, PLACES, check_kept, read_text
 from lowtide.spelling import unknown
 from lowtide.units import format_bytes
 
+_LEAST_LIMIT = 4096
+"""The store takes no smaller tensor, so a smaller limit can only be a size without its unit."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -84,9 +87,7 @@ class Policy:
             raise InvalidValueError(unknown(self.offload, PLACES, "place to offload to"))
         if self.host_limit is not None and self.offload != "host":
             raise InvalidValueError("host_limit needs offload to the host")
-        for name in ("host_limit", "disk_limit"):
-            if (getattr(self, name) or 0) < 0:
-                raise InvalidValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        self._check_limits()
         if self.disk is None:
             for name in ("disk_limit", "verify", "tmpfs"):
                 if getattr(self, name):
@@ -101,6 +102,14 @@ class Policy:
                 "offload to the host without a limit never reaches the disk: write offload(host=8GiB, disk=...), or "
                 "offload(disk=...)"
             )
+
+    def _check_limits(self) -> None:
+        for name in ("host_limit", "disk_limit"):
+            limit = getattr(self, name) or 0
+            if limit < 0:
+                raise InvalidValueError(f"{name} must not be negative, got {limit}")
+            if 0 < limit < _LEAST_LIMIT:
+                raise InvalidValueError(f"{name} is {limit} bytes: write a size with its unit, like 8GiB")
 
     def _check_rules(self) -> None:
         """Refuse settings in rules that hold for the whole model: it has one store."""

@@ -54,6 +54,8 @@ class ModelSummary:
     """The longest sequence that the model was made for, if its configuration names one."""
     tile_options: list[str]
     """What can run in tiles, as words of a policy; the first, `""`, tiles nothing."""
+    unquantized_bytes: int = 0
+    """Of a 4-bit base, the bytes of experts' weights in three dimensions, which stay as they are."""
     resident_bytes: int = 0
     """Bytes that one rank's device holds before a step begins: weights and the optimizer's states."""
 
@@ -89,6 +91,7 @@ class Simulator:
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
             tile_options=find_tile_options(model, tp=job.tp, sp=job.sp),
+            unquantized_bytes=_unquantized_bytes(model) if job.base == "4bit" else 0,
             resident_bytes=resident_bytes(model, job, accelerator),
         )
         self._kernels = MetaKernels()
@@ -166,6 +169,11 @@ def find_tile_options(model: nn.Module, tp: int = 1, sp: int = 1) -> list[str]:
     if sp == 1 and any(calls_attention(region.module) for region in regions):
         options.append(str(Policy(tile=("attention", *parts))))
     return options
+
+
+def _unquantized_bytes(model: nn.Module) -> int:
+    """Return the bytes of stacked experts: bitsandbytes replaces linear layers, and these are plain parameters."""
+    return sum(p.nbytes for p in model.parameters() if p.dim() == 3 and not p.requires_grad)  # noqa: PLR2004
 
 
 def _most_common_dtype(model: nn.Module) -> str:

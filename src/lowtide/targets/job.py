@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import InvalidValueError
+from lowtide.targets.live_module import MOST_INTEGERS
 from lowtide.units import parse_tokens
 
 ENGINES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -103,6 +104,11 @@ class Job:
         if self.tokens is not None and self.tokens % self.parts:
             raise InvalidValueError(
                 f"{self.tokens} tokens cannot be divided into {self.parts} parts of the same length: give a multiple"
+            )
+        if self.tokens is not None and self.batch_size * self.tokens // self.parts > MOST_INTEGERS:
+            raise InvalidValueError(
+                f"a batch of {self.batch_size * self.tokens:,} tokens is more than a plan can simulate: its integers "
+                f"have real values, and {MOST_INTEGERS:,} is the most"
             )
         if self.microbatches is not None and self.pp == 1:
             raise InvalidValueError("microbatches are what a pipeline takes through its stages: give pp=2 or more too")
