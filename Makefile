@@ -86,6 +86,7 @@ plans: .venv/.dev
 	$(BIN)/python -m bench.longest_sequences
 	$(BIN)/python -m bench.plan_tables
 	$(BIN)/python bench/step_drawings.py
+	$(BIN)/python -m bench.planner_page
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

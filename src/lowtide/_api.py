@@ -37,9 +37,10 @@ def apply(
     takes the place of the first. `regions` names the regions (globs on module names, class names, classes); without it
     they are found. With `strict=False` a region that turns out to do nothing is a warning, not a `SilentNoOpError`.
 
-    The default policy is `"recompute+offload"`. With `budget="24GiB"` and `tokens=131072` it is the fastest policy
-    that a plan finds for that memory and length; further keywords (`batch`, `batch_size`, `device`, `ranks`, `engine`,
-    `optimizer`, ...) are passed to `lowtide.plan`. If nothing fits, `DoesNotFitError` says how much the least needs.
+    The default policy is `"recompute+offload"`. With `budget="24GiB"` and `tokens=131072` it is the policy that a plan
+    recommends for that memory and length, the simplest within 5 % of the fastest; further keywords (`batch`,
+    `batch_size`, `device`, `ranks`, `engine`, `optimizer`, ...) are passed to `lowtide.plan`. If nothing fits,
+    `DoesNotFitError` says how much the least needs.
     """
     if budget is None:
         unused = [name for name, value in {"tokens": tokens, **job}.items() if value is not None]
@@ -58,8 +59,7 @@ def apply(
     found = plan(model, tokens=tokens, budget=budget, **job)
     if found.policy is None:
         raise DoesNotFitError(
-            f"no policy fits {format_bytes(parse_bytes(budget))} with {found.job.size}. The least is "
-            f"{found.least.policy}, which {found.least.limit}"
+            f"no policy fits {format_bytes(parse_bytes(budget))} with {found.job.size}: {found.why_nothing_fits}"
         )
     return apply_policy(model, found.policy, strict=strict)
 

@@ -51,6 +51,10 @@ C = TypeVar("C", bound="Callable[..., Any]")
 # --- The backward that runs ---------------------------------------------------------------------------------------
 
 
+NO_BACKWARD = -1
+"""What `graph_task_id` returns outside of any backward."""
+
+
 def graph_task_id() -> int:
     """Return the number of the backward that this thread works for; -1 outside of any.
 

@@ -30,6 +30,8 @@ class RegionLedger:
     """Bytes that were brought back in backward."""
     declined_bytes: int = 0
     """Bytes that a store had no room for."""
+    inner_bytes: int = 0
+    """Bytes that its first recompute saved, without weights: what plain training keeps from forward to backward."""
     kept_outputs: int = 0
     """Outputs of operators that were kept in forward, by `recompute(keep=...)`."""
     recalled_outputs: int = 0

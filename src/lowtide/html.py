@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import MissingDependencyError
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -67,6 +67,7 @@ def render(template: Path, **data: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters["bytes"] = format_bytes
+    environment.filters["seconds"] = format_seconds
     page: str = environment.get_template(template.name).render(**data)
     return page
 

@@ -34,6 +34,18 @@ def parse_tokens(count: int | str) -> int:
     return _parse(count, _TOKEN_UNITS, what="token count", example='"128k" or 131072')
 
 
+def parse_share(share: float | str) -> float:
+    """Return the share that a number or a string means: `0.05`, `"5%"`. It must be less than all of it."""
+    text = str(share).strip()
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = -1.0
+    if isinstance(share, bool) or not 0 <= found < 1:
+        raise InvalidValueError(f"{share!r} is not a share: write it like 0.05 or '5%'")
+    return found
+
+
 def format_bytes(size: float) -> str:
     """Write a size with a binary unit and about three digits: `512 B`, `1.5 GiB`, `640 MiB`."""
     amount, power = abs(size), 0
@@ -44,6 +56,14 @@ def format_bytes(size: float) -> str:
     if decimals:
         number = number.rstrip("0").rstrip(".")
     return f"{'-' if size < 0 else ''}{number} {_PRINTED_UNITS[power]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with about three digits: `45 µs`, `12.3 ms`, `1.95 s`, `32.5 min`."""
+    for unit, length in (("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length * (10 if unit == "min" else 1):
+            return f"{seconds / length:.3g} {unit}" if seconds < 1000 * length else f"{seconds / length:,.0f} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def _parse(value: int | str, units: dict[str, int], *, what: str, example: str) -> int:

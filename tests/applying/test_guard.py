@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -238,10 +240,24 @@ def test_blocks_that_also_run_without_gradients_are_no_alarm(x):
     assert [region.recomputes for region in applied.report().regions] == [1] * 3
 
 
-def test_somebodys_reentrant_checkpoint_around_the_blocks_is_no_alarm(x):
+def test_a_reentrant_checkpoint_around_the_blocks_is_told_once(x):
     applied = lowtide.apply(model := Stack(), "recompute")
-    checkpoint(lambda y: model(y)[-1], x, use_reentrant=True).sum().backward()
+    with pytest.warns(UserWarning, match=r"'layers\.0' ran inside a backward: a reentrant checkpoint") as told:
+        checkpoint(lambda y: model(y)[-1], x, use_reentrant=True).sum().backward()
+    assert len(told) == 1
+    assert told[0].filename == __file__, "it points at the line that the user wrote"
     assert [(region.forwards, region.recomputes) for region in applied.report().regions] == [(1, 1)] * 3
+
+
+def test_a_block_that_was_replaced_by_a_copy_is_named(x):
+    applied = lowtide.apply(model := Stack(), "recompute")
+    model.layers[1] = copy.deepcopy(model.layers[1])
+    with pytest.raises(SilentNoOpError, match=r"'layers\.1' was replaced after the policy was applied"):
+        model(x)[-1].sum().backward()
+    with lowtide.apply(model, "recompute") as again:
+        assert again is not applied
+        model(x)[-1].sum().backward()
+        assert [region.recomputes for region in again.report().regions] == [1] * 3
 
 
 class FakeCache:
@@ -375,12 +391,12 @@ class TestSmallRegions:
 
     def test_it_is_an_error_if_nothing_at_all_can_be_offloaded(self, sim):
         lowtide.apply(model := Tower(tokens=2).to(sim), "recompute+offload", **SMALL_AND_LARGE)
-        with pytest.raises(SilentNoOpError, match=r"'layers\.1'.*smaller than 4 KiB.*Use 'recompute'"):
+        with pytest.raises(SilentNoOpError, match=r"smaller than 4 KiB.*Use 'recompute'.*to 'layers\.1'"):
             model(torch.randn(64, 32, device=sim)).sum().backward()
 
     def test_a_rule_for_the_small_part_alone_is_an_error(self, sim):
         lowtide.apply(model := Tower().to(sim), "recompute; tower.*: recompute+offload", **SMALL_AND_LARGE)
-        with pytest.raises(SilentNoOpError, match=r"'tower\.1'.*smaller than 4 KiB"):
+        with pytest.raises(SilentNoOpError, match=r"smaller than 4 KiB.*1 more such regions, to 'tower\.1'"):
             model(torch.randn(64, 32, device=sim)).sum().backward()
 
     def test_what_has_not_run_yet_may_be_large(self, sim):

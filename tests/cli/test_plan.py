@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
+import lowtide
 from lowtide.cli import app
+from lowtide.cli.policies import EXAMPLES, WORDS
 from lowtide.units import format_bytes
 from support import needs_transformers_5
 
@@ -53,7 +55,44 @@ def test_the_table_ends_with_the_line_to_paste(config: str):
     assert re.search(r'lowtide\.apply\(model, ".+"\)', result.stdout)
     assert "why nothing faster" in result.stdout
     assert result.stdout.count("fits") >= 2
-    assert "the ranking is the claim" in result.stdout
+    assert "full fine-tuning, 1 x 4096 tokens" in result.stdout
+    assert "the ranking is the claim" in " ".join(result.stdout.split())
+
+
+def test_what_would_fit_is_printed_as_commands(config: str):
+    result = run(
+        *(config, "--tokens", "16k", "--device", "L40S", "--budget", "900MiB", "--optimizer", "sgd"),
+        *("--policy", "recompute+offload+tile"),
+    )
+    assert result.exit_code == 1, result.output
+    commands = [line for line in result.stdout.splitlines() if line.startswith("lowtide plan")]
+    assert len(commands) == 2, result.stdout
+    shorter, larger = (command.split()[2:] for command in commands)
+    assert "--budget" in shorter
+    assert "--budget" not in larger
+    assert 0 < int(shorter[shorter.index("--tokens") + 1]) < 16 * 1024
+    assert run(*shorter).exit_code == 0, "the command does what it says"
+
+
+def test_a_budget_below_the_weights_is_refused_before_anything_is_simulated(config: str):
+    result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "650MiB", "--no-cache", "--format", "json")
+    data = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert not data["candidates"]
+    assert data["peak_bytes"] == data["summary"]["resident_bytes"] > 0
+
+
+def test_options_are_shown_without_types_that_a_flag_does_not_have():
+    result = CliRunner().invoke(app, ["plan", "--help"])
+    assert "<bool>" not in result.stdout.replace("--help    -h      <bool>", "")
+    assert "RTX 4090" in result.stdout
+
+
+def test_the_language_of_policies_is_explained_with_examples_that_hold():
+    shown = CliRunner().invoke(app, ["policies"]).stdout
+    for policy in (*WORDS, *EXAMPLES):
+        lowtide.Policy.parse(policy)
+        assert policy in shown
 
 
 def test_json_and_html(config: str, tmp_path: Path):
@@ -98,7 +137,7 @@ def test_exact_is_for_a_plan(config: str, question: str):
     ("options", "message"),
     [
         (("--longest", "--tokens", "128k"), "--tokens is what --longest finds"),
-        (("--largest-batch", "--batch", "64"), "--batch is what --largest-batch finds"),
+        (("--largest-batch", "--batch-size", "64"), "--batch-size is what --largest-batch finds"),
         (("--lora-dtype", "fp32"), "--lora-dtype is for adapters: give --lora 16"),
         (("--longest", "--budget", "0"), "a budget of 0 fits nothing"),
     ],
@@ -124,11 +163,13 @@ def test_policies_are_told_apart_however_narrow_the_terminal_is(
             rows.append(line.split()[1])
         elif rows:
             rows[-1] += line[6 : 6 + max(28, width // 3)].strip()
-    assert {"recompute+offload+tile(loss)", "recompute+offload+tile"} <= set(rows)
-    assert {"recompute(keep=attention)+offload+tile(loss)", "recompute(keep=attention)+tile"} <= set(rows)
+    assert {"recompute+offload+tile(loss)", "recompute+tile(loss)"} <= set(rows)
+    assert {"recompute(keep=attention)+offload+tile(loss)", "recompute(keep=attention)+tile(loss)"} <= set(rows)
     assert len(set(rows)) == len(rows)
     assert not [line for line in table if line.split()[-1:] == ["+"]], "a line is broken before a plus sign"
-    assert ("at the peak" in result.stdout) == (width > 72), "the rest has the room that is left"
+    assert ("at the peak" in result.stdout) == (width > 110), "a sentence, where there is room for one"
+    assert any(line.endswith("too much") for line in table) == (72 < width < 110), "else a figure"
+    assert "…" not in result.stdout, "nothing is cut"
 
 
 def test_both_tables_show_what_the_device_must_have(config: str):

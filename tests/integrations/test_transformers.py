@@ -93,7 +93,8 @@ def test_figures_reach_reporters(tmp_path):
     one.train()
     logged = [logs for logs in reporter.seen if "loss" in logs]
     assert [logs["lowtide/recomputes"] for logs in logged] == [4, 8, 12]
-    assert "lowtide/host_bytes" in logged[0]
+    assert "lowtide/saved_bytes" in logged[0]
+    assert all(value for name, value in logged[0].items() if name.startswith("lowtide/")), "no zeros"
     assert "lowtide/recomputes" in one.state.log_history[0]
     with pytest.raises(InvalidValueError, match="already"):
         attach(one)

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from lowtide.hardware.accelerators import find_accelerator, margins_for
-from lowtide.planning.planner import _Planner
+from lowtide.planning.planner import _Limits, _Planner
 from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import Job
 from lowtide.targets.target import find_target
@@ -90,10 +90,15 @@ def test_no_uniform_policy_is_faster_than_the_plan(name: str, tokens: int, devic
     least, most = (simulator.estimate(policy, exact=False) for policy in ("recompute+offload+tile", "none"))
     margin = margins_for(card, job.ranks).total
     budget = margin + (least.needed_bytes + most.needed_bytes) // 2
-    plan = _Planner(simulator, job, card, *card.budgets(budget, None), exact=False, progress=None).plan_all()
-    assert plan.best is not None
-    assert plan.best.estimate.exact
-    assert plan.best.device_bytes <= budget
+    limits = _Limits(*card.budgets(budget, None), margins_for(card, job.ranks), headroom=0.0)
+    plan = _Planner(simulator, job, card, limits, exact=False, progress=None, tell=None).plan_all()
+    assert plan.fastest is not None
+    assert plan.fastest.estimate.exact
+    assert plan.fastest.device_bytes <= budget
     for candidate in plan.candidates:
-        assert not candidate.fits or candidate.estimate.seconds >= plan.step_seconds * (1 - 1e-9), candidate.policy
-    assert ";" in plan.best.policy or plan.best.policy == plan.candidates[0].policy, "half of the way, a mixture helps"
+        assert not candidate.fits or candidate.estimate.seconds >= plan.fastest.estimate.seconds * (1 - 1e-9), (
+            candidate.policy
+        )
+    assert ";" in plan.fastest.policy or plan.fastest.policy == plan.candidates[0].policy, (
+        "half of the way, a mixture helps"
+    )

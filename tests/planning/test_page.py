@@ -7,72 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowtide.hardware.accelerators import find_accelerator, margins_for
-from lowtide.planning import Plan
 from lowtide.planning.page import code_for
-from lowtide.planning.result import judge
-from lowtide.simulation.estimate import Estimate
-from lowtide.simulation.simulator import ModelSummary
 from lowtide.targets.job import Job
 from support.browser import needs_browser, show
+from support.sample_plans import GIB, make_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("jinja2", reason="the html extra is not installed")
 pytest.importorskip("plotly", reason="the html extra is not installed")
-
-GIB = 2**30
-
-
-def _estimate(policy: str, peak: int, seconds: float, *, timeline: bool = False) -> Estimate:
-    points = [
-        {"seconds": place / 10, "phase": phase, "region": "", "bytes": {"weights": GIB, "activations": place * GIB}}
-        for place, phase in enumerate(("forward", "forward", "backward", "optimizer"))
-    ]
-    return Estimate(
-        policy=policy,
-        peak_bytes=peak,
-        needed_bytes=peak,
-        reserved_bytes=peak,
-        host_bytes=0,
-        seconds=seconds,
-        busy={},
-        owners={"weights": GIB, "saved": peak - GIB},
-        phase="backward",
-        region="layers.<3>",
-        kernels={"flash": 2},
-        exact=timeline,
-        timeline=points if timeline else [],
-    )
-
-
-def make_plan(budget: int) -> Plan:
-    job, card = Job(tokens=4096), find_accelerator("L40S")
-    margins = margins_for(card, job.ranks)
-    estimates = [_estimate("none", 30 * GIB, 1.0), _estimate("recompute; *.0: none", 8 * GIB, 1.3, timeline=True)]
-    candidates = [judge(estimate, budget, 80 * GIB, margins) for estimate in estimates]
-    summary = ModelSummary(
-        name="tiny",
-        model_class="Tiny",
-        parameters=10**9,
-        trained=10**6,
-        dtype="fp32",
-        regions=["layers.0"],
-        longest=2048,
-        tile_options=[""],
-    )
-    return Plan(
-        summary=summary,
-        job=job,
-        accelerator=card,
-        margins=margins,
-        budget=budget,
-        host_budget=80 * GIB,
-        candidates=candidates,
-        best=next((candidate for candidate in candidates if candidate.fits), None),
-        notes=["a note"],
-    )
 
 
 def test_the_page_has_the_table_the_line_and_the_reasons():
@@ -82,13 +26,13 @@ def test_the_page_has_the_table_the_line_and_the_reasons():
     assert "10.55 GiB too much" in page
     assert "layers.&lt;3&gt;" in page, "names are escaped"
     assert "1 x 4096 tokens, fp32, adamw" in page, "the type of the weights that were planned"
-    assert code_for(plan) == 'lowtide.apply(model, "recompute; *.0: none")'
+    assert code_for(plan.best) == 'lowtide.apply(model, "recompute; *.0: none")'
 
 
 def test_a_plan_in_which_nothing_fits_says_so():
     plan = make_plan(4 * GIB)
     assert "does not fit" in plan.to_html()
-    assert code_for(plan) is None
+    assert not plan.recommended
     assert "nothing fits" in str(plan)
 
 

@@ -138,3 +138,20 @@ class TestRecomputeThatKeepsAttention:
         choice = solve(costs, 20, 0, link_rate=1e9)
         assert "recompute" in choice.region_policies.values()
         assert not [policy for policy in choice.region_policies.values() if "keep" in policy]
+
+
+def test_regions_that_no_policy_changes_get_no_rule_of_their_own():
+    costs = _costs(4, base=8)
+    frozen = RegionPolicyCost(
+        waiting=0, forward_bytes=2, backward_bytes=0, forward_seconds=1, backward_seconds=0, moved=0
+    )
+    tower = [
+        RegionCosts(
+            name=f"visual.{place}", forward_base=8, backward_base=8, by_policy=dict.fromkeys(REGION_POLICIES, frozen)
+        )
+        for place in range(6)
+    ]
+    choice = solve(dataclasses.replace(costs, regions=[*tower, *costs.regions]), 40, PLENTY, link_rate=1e9)
+    chosen = [choice.region_policies[f"layers.{place}"] for place in range(4)]
+    most = max(set(chosen), key=chosen.count)
+    assert {choice.region_policies[region.name] for region in tower} == {most}

@@ -179,3 +179,8 @@ def test_a_policy_is_frozen():
 def test_a_limit_in_a_rule_is_refused():
     with pytest.raises(lowtide.LowtideError, match="holds for the whole model"):
         lowtide.Policy.parse("none; layers.*: recompute+offload(host=4KiB)")
+
+
+def test_a_limit_without_its_unit_is_refused():
+    with pytest.raises(InvalidValueError, match="host_limit is 8 bytes: write a size with its unit, like 8GiB"):
+        lowtide.Policy.parse("recompute+offload(host=8)")

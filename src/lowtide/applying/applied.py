@@ -94,12 +94,17 @@ class Applied:
         """Where offloaded bytes wait; None if nothing is offloaded."""
         self._probe = probe
         self._regions = [(region.name, weakref.ref(region.module), region.index) for region, _ in installation.regions]
+        self._parts = [(name, weakref.ref(module)) for name, module in installation.parts()]
+        """Everything that the policy acts on, by name: regions, MLPs, norms and the head."""
+        self._model = weakref.ref(model)
         self._ledgers: list[tuple[RegionLedger, Policy]] = []
         self._tiles: list[TileLedger] = []
         self._seams: list[weakref.ref[Seam]] = []
         self._own_checkpointing: list[weakref.ref[nn.Module]] = []
         """The modules whose own checkpointing is switched off meanwhile."""
         self._guard = Guard(strict=strict)
+        handle = weakref.WeakMethod(self._find_replaced)
+        self._guard.find_replaced = lambda: find() if (find := handle()) is not None else []
         self._install(model, installation)
 
     @property
@@ -110,9 +115,15 @@ class Applied:
 
     def matches(self, installation: Installation, *, strict: bool, probe: bool = True) -> bool:
         """Return whether installing this would change nothing."""
-        modules = [region.module for region, _ in installation.regions]
+        modules = [module for _, module in installation.parts()]
         same_settings = (self.policy, self.strict, self._probe) == (installation.policy, strict, probe)
-        return same_settings and modules == [region.module for region in self.regions]
+        return same_settings and modules == [module() for _, module in self._parts]
+
+    def _find_replaced(self) -> list[str]:
+        """Return the names of modules that are no longer in the model, which a wrapper around them does not change."""
+        model = self._model()
+        inside = set() if model is None else set(model.modules())
+        return [name for name, module in self._parts if model is not None and module() not in inside]
 
     @overload
     def report(self) -> Report: ...
@@ -132,6 +143,9 @@ class Applied:
                 f"unknown report format {format!r}: use one of {', '.join(writers)}, or no format to get an object"
             )
         return writers[format]()
+
+    def __str__(self) -> str:
+        return self._collect_report().summary()
 
     def remove(self) -> None:
         """Leave the model as it was. Doing it twice is fine."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +32,12 @@ from lowtide._torch import (
 )
 from lowtide.applying.caches import DroppedCaches
 from lowtide.errors import SilentNoOpError
+from lowtide.notices import warn
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.autograd.graph import Node
@@ -81,6 +82,8 @@ class Guard:
         """The counts of the tiled loss, if the policy tiles it."""
         self.regions: list[WatchedRegion] = []
         """All regions that the policy acts on."""
+        self.find_replaced: Callable[[], list[str]] = list
+        """Names modules that were replaced since the policy was applied: it went with them."""
         self._strict = strict
         self._backward: int | None = None
         self._reached: dict[str, WatchedRegion] = {}
@@ -92,6 +95,8 @@ class Guard:
         self._without_gradients: dict[str, RemovableHandle] = {}
         self._differentiated_by_model: set[str] = set()
         self._caches = DroppedCaches()
+        self._rerun = False
+        """Whether a region ran inside a backward: in a reentrant checkpoint of somebody else's."""
 
     def is_checked(self, region: WatchedRegion) -> bool:
         """Return whether a backward that reached `region` has been checked."""
@@ -124,6 +129,12 @@ class Guard:
                 lambda _: self._receive_gradient(region)
             )
 
+    def note_rerun(self, region: WatchedRegion) -> None:
+        """Take note that a region is called while a backward runs, and warn: it will be recomputed once more."""
+        if not self._rerun:
+            self._rerun = True
+            warn(_rerun_in_backward(region))
+
     def note_cache(self, cache: Any, layers: set[int], name: str) -> None:
         """Take note that region `name` was given a cache for these layers, and that it was dropped."""
         if not self._has_checked_first:
@@ -134,7 +145,7 @@ class Guard:
         topic = message.partition("(")[0]
         if topic not in self._said:
             self._said.add(topic)
-            warnings.warn(f"lowtide: {message}", stacklevel=2)
+            warn(message)
 
     def close(self) -> None:
         """Remove the hooks on parameters."""
@@ -162,22 +173,23 @@ class Guard:
 
     def _check(self) -> None:
         is_first, self._has_checked_first = not self._has_checked_first, True
-        findings = [text for region in self._reached.values() for text in self._findings_about(region)]
-        findings += self._findings_about_small([region for region in self._reached.values() if region.is_too_small])
-        findings += self._findings_about_kept([region for region in self._reached.values() if region.keeps_nothing])
+        reached = [region for region in self.regions if region.name in self._reached]  # in the model's order
+        findings = [text for region in reached for text in self._findings_about(region)]
+        findings += self._findings_about_small([region for region in reached if region.is_too_small])
+        findings += self._findings_about_kept([region for region in reached if region.keeps_nothing])
         if is_first:  # looked at once: dropped caches, the loss, and regions that ran without gradients
             findings += self._findings_about_model()
             self._caches = DroppedCaches()
             self.close()
         self._checked.update(self._reached)
-        twice = [region for region in self._reached.values() if region.policy.recompute and region.ledger.nested]
+        twice = [region for region in reached if region.policy.recompute and region.ledger.nested]
         self._reached.clear()
         if findings and self._strict and is_first:
-            raise SilentNoOpError("\n".join(findings))
+            raise SilentNoOpError("\n".join(_grouped(findings)))
         if findings:
-            warnings.warn("lowtide: " + "\n".join(findings), stacklevel=2)
+            warn("\n".join(_grouped(findings)))
         elif twice:
-            warnings.warn(f"lowtide: {_recomputed_twice(twice[0])}", stacklevel=2)
+            warn(_recomputed_twice(twice[0]))
 
     def _findings_about(self, region: WatchedRegion) -> list[str]:
         if region.name in self._differentiated_by_model:
@@ -207,7 +219,10 @@ class Guard:
 
     def _findings_about_model(self) -> list[str]:
         findings = [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
-        if self.loss is not None and not self.loss.calls:
+        replaced = self.find_replaced()
+        if replaced:
+            findings.append(_replaced(replaced))
+        if self.loss is not None and not self.loss.calls and self.loss.name not in replaced:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
                 "called without labels or in evaluation mode, or computes its loss from different logits: pass labels, "
@@ -316,6 +331,45 @@ def _inside_another(name: str) -> str:
 def _recomputed_twice(region: WatchedRegion) -> str:
     kept = f", and {' and '.join(region.policy.keep)} is not kept" if region.policy.keep else ""
     return f"region {region.name!r} ran inside another checkpoint, so it is recomputed twice{kept}: {_SWITCH_OFF}"
+
+
+def _rerun_in_backward(region: WatchedRegion) -> str:
+    return (
+        f"region {region.name!r} ran inside a backward: a reentrant checkpoint around it (use_reentrant=True) runs it "
+        f"there, and the policy recomputes it once more, as it does every region in that checkpoint: {_SWITCH_OFF}"
+    )
+
+
+def _replaced(names: list[str]) -> str:
+    """Say which modules are no longer those that the policy was put on."""
+    return (
+        f"{_some(names)} {'was' if len(names) == 1 else 'were'} replaced after the policy was applied, and what is "
+        "there now runs without it (a copy of a layer, or a head of resize_token_embeddings): apply the policy again, "
+        "or after that change"
+    )
+
+
+def _grouped(findings: list[str]) -> list[str]:
+    """Join findings that say the same about several regions: 36 layers give one line, with the first one's figures."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for finding in findings:
+        match = _ABOUT_REGION.match(finding)
+        name = match["name"] if match else ""
+        groups.setdefault(_NUMBER.sub("", finding.replace(name, "") if name else finding), []).append((name, finding))
+    return [
+        first if len(same) == 1 or not name else f"{first} ({len(same) - 1} more such regions, to {same[-1][0]!r})"
+        for same in groups.values()
+        for name, first in same[:1]
+    ]
+
+
+_ABOUT_REGION = re.compile(r"region '(?P<name>[^']+)'")
+_NUMBER = re.compile(r"\d+")
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 2} more" if len(names) > 2 else ""  # noqa: PLR2004
+    return ", ".join(map(repr, names[:2])) + rest
 
 
 def _ran_in_evaluation(name: str) -> str:

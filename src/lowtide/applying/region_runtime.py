@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import is_functorch_wrapped, next_sequence_number, storage_key
+from lowtide._torch import NO_BACKWARD, graph_task_id, is_functorch_wrapped, next_sequence_number, storage_key
 from lowtide.applying.caches import CacheDropper
 from lowtide.checkpointing.checkpoint import run_region
 from lowtide.checkpointing.forward_state import Habits
@@ -56,6 +56,8 @@ class RegionRuntime:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward under the policy in training, plainly in evaluation; the guard watches both."""
+        if self._policy.recompute and not self._ledger.nested and graph_task_id() != NO_BACKWARD:
+            self._guard.note_rerun(self._region)
         first_node = next_sequence_number()
         output = self._train(module, forward, args, kwargs) if module.training else forward(*args, **kwargs)
         self._guard.watch(self._region, output, first_node, in_training=module.training)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from lowtide.stores import DiskUsage
 
 
+_LOGGED = ("saved_bytes", "recomputes", "tiles", "peak_host_bytes", "seconds_waited", "peak_disk_bytes")
+"""The figures that a trainer's log gets."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RegionReport:
     """The counts of one region, with the policy that it had."""
@@ -35,12 +39,20 @@ class RegionReport:
     kept_bytes: int
     restored_bytes: int
     declined_bytes: int
+    inner_bytes: int = 0
+    """Bytes that its first recompute saved: what plain training keeps from forward to backward."""
     kept_outputs: int = 0
     """Outputs of operators that were kept, by `recompute(keep=...)`."""
     recalled_outputs: int = 0
     """How often a recompute took a kept output instead of computing it."""
     is_small: bool = False
     """Whether all that it saved are small tensors and weights: there is nothing to offload."""
+
+    @property
+    def saved_per_step(self) -> int:
+        """Bytes that the device does not hold between a forward and its backward, against plain training."""
+        passes = max(1, self.forwards)
+        return self.inner_bytes - self.kept_bytes // passes if self.recomputes else self.packed_bytes // passes
 
     @property
     def keeps_outputs(self) -> bool:
@@ -77,12 +89,33 @@ class Report:
         """Bytes that the store had no room for."""
         return sum(region.declined_bytes for region in self.regions)
 
+    @property
+    def saved_per_step(self) -> int:
+        """Bytes that the regions do not hold on the device, against plain training; tiles save more beside them."""
+        return sum(region.saved_per_step for region in self.regions)
+
+    def summary(self) -> str:
+        """Return what happened in three lines: the policy, what it saves, and what it costs."""
+        ran = [region for region in self.regions if region.forwards]
+        lines = [f"policy {self.policy}: {len(self.regions)} regions, of which {len(ran)} ran"]
+        if not any(region.recomputes or region.packed_bytes for region in ran):
+            return f"{lines[0]}\nno backward has run yet"
+        moved = sum(region.packed_bytes // max(1, region.forwards) for region in ran)
+        saves = f"saves {format_bytes(self.saved_per_step)} of device memory per step against plain training"
+        costs = f"{sum(region.recomputes for region in ran)} recomputes so far"
+        if moved:
+            saves += f", {format_bytes(moved)} of it by moving"
+            costs += f", {format_bytes(self.peak_host_bytes)} of host memory at the peak"
+            costs += f", {self.seconds_waited * 1e3:.1f} ms of waiting for copies"
+        return "\n".join([*lines, saves, costs])
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def figures(self) -> dict[str, float]:
-        """Return everything in a few numbers, for a training log."""
+        """Return everything in numbers."""
         return {
+            "saved_bytes": self.saved_per_step,
             "recomputes": sum(region.recomputes for region in self.regions),
             "kept_outputs": sum(region.kept_outputs for region in self.regions),
             "recalled_outputs": sum(region.recalled_outputs for region in self.regions),
@@ -95,6 +128,11 @@ class Report:
             "disk_bytes": self.disk.bytes if self.disk else 0,
             "peak_disk_bytes": self.disk.peak_bytes if self.disk else 0,
         }
+
+    def logged_figures(self) -> dict[str, float]:
+        """Return the few numbers that belong into a training log, without those that are zero."""
+        figures = self.figures()
+        return {name: figures[name] for name in _LOGGED if figures[name]}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)

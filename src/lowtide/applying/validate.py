@@ -7,9 +7,7 @@ MLPs, the head) is handed on as an `Installation`, so that nothing is looked for
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import logging
-import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +16,9 @@ from lowtide.checkpointing.kept_operators import check_words
 from lowtide.errors import InvalidValueError, NoRegionError, OffloadError
 from lowtide.losses.head_loss import count_classes
 from lowtide.modules import device_of
+from lowtide.notices import warn
 from lowtide.policy import Policy
+from lowtide.policy.pattern import matches
 from lowtide.regions import calls_attention, find_head, find_mlps, find_norms, find_regions
 from lowtide.stores import store_for
 
@@ -86,6 +86,12 @@ class Installation:
         """Whether any region is recomputed or offloaded; tiles alone do not change what is kept."""
         return any(policy.recompute or policy.offload for _, policy in self.regions)
 
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """Return all modules that the policy acts on, with their names; a block that is tiled is a region, too."""
+        found = [(region.name, region.module) for region, _ in self.regions]
+        found += [(mlp.name, mlp.module) for mlp, _ in self.mlps] + [(norm.name, norm.module) for norm, _ in self.norms]
+        return found if self.head is None else [*found, (self.head.name, self.head.module)]
+
     def with_store(self) -> Installation:
         """Return this installation with its store open, if it needs one. Raises `StoreError` if it cannot be had."""
         return dataclasses.replace(self, store=store_for(self.policy)) if self.offloads else self
@@ -127,11 +133,7 @@ def check_reach(model: nn.Module, regions: Iterable[Region]) -> None:
 def warn_about_own_checkpointing(model: nn.Module, policy: Policy) -> None:
     """Warn that the model's own checkpointing will be off. Where warnings are errors, nothing has been changed yet."""
     if any(checkpoints_itself(module) for module in model.modules()):
-        warnings.warn(
-            f"lowtide: the model's own gradient checkpointing is switched off while the policy {policy.describe()} is "
-            "in force",
-            stacklevel=3,
-        )
+        warn(f"the model's own gradient checkpointing is switched off while the policy {policy.describe()} is in force")
 
 
 def checkpoints_itself(module: nn.Module) -> bool:
@@ -188,9 +190,9 @@ def _check_rules(policy: Policy, regions: list[Region], mlps: list[MLP]) -> None
     region_names = [region.name for region in regions]
     mlp_names = [mlp.name for mlp in mlps]
     for pattern, rule in policy.overrides:
-        if fnmatch.filter(region_names, pattern):
+        if any(matches(pattern, name) for name in region_names):
             continue
-        if not fnmatch.filter(mlp_names, pattern):
+        if not any(matches(pattern, name) for name in mlp_names):
             raise InvalidValueError(
                 f"the rule {pattern!r} of policy {policy.describe()!r} matches no region and no MLP: regions have "
                 f"names like {region_names[0]!r}"

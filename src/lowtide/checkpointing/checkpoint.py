@@ -33,7 +33,7 @@ from lowtide.checkpointing.forward_state import ForwardState, Habits, state_of
 from lowtide.checkpointing.frame import run_checkpoint
 from lowtide.checkpointing.keeping import keeping_of
 from lowtide.checkpointing.kept_operators import KeptOperators
-from lowtide.checkpointing.saved_versions import check_handed_out, note_saved
+from lowtide.checkpointing.saved_versions import SavedBytes, check_handed_out, note_saved
 from lowtide.checkpointing.schedule import Schedule, as_schedule
 from lowtide.checkpointing.selective import entered_after, with_offload
 from lowtide.checkpointing.transforms import (
@@ -367,7 +367,8 @@ class _Replay:
             raise recomputation_stop(error) from error
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_saved: RefuseSaved | None = None) -> Any:
-        is_noted = note_saved(self.versions, refuse_saved)
+        is_first = self._ledger.recomputes == 1
+        is_noted = note_saved(self.versions, SavedBytes(self._ledger, refuse_saved) if is_first else refuse_saved)
         try:
             if self.kept is None:
                 return self._function(*args, **kwargs)

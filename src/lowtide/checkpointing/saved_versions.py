@@ -15,14 +15,23 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch import checkpoint_hooks, graph_break, like_hook, push_hooks, version_of
+import torch
+
+from lowtide._torch import (
+    aliases_parameter,
+    checkpoint_hooks,
+    graph_break,
+    like_hook,
+    push_hooks,
+    storage_key,
+    version_of,
+)
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
+    from lowtide.counters import RegionLedger
     from lowtide.weights import RefuseSaved
 
     Pack = Callable[[torch.Tensor], Any]
@@ -39,6 +48,25 @@ def check_handed_out(region: str, versions: dict[int, int]) -> bool:
         return False
     push_hooks(hooks[0], functools.partial(hand_out, region, versions, hooks[1]))
     return True
+
+
+class SavedBytes:
+    """Counts the bytes of what a recompute saves, each memory once and without weights; then asks `refuse_saved`."""
+
+    def __init__(self, ledger: RegionLedger, refuse_saved: RefuseSaved | None) -> None:
+        self._ledger = ledger
+        self._refuse_saved = refuse_saved
+        self._seen: set[int] = set()
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        if self._refuse_saved is not None:
+            self._refuse_saved(tensor)
+        if type(tensor) is not torch.Tensor or aliases_parameter(tensor):  # a parameter, or a wrapper of other tensors
+            return
+        key = storage_key(tensor.untyped_storage())
+        if key not in self._seen:  # what is saved lives at least as long as the recompute
+            self._seen.add(key)
+            self._ledger.inner_bytes += tensor.nbytes
 
 
 def note_saved(versions: dict[int, int], refuse_saved: RefuseSaved | None = None) -> bool:

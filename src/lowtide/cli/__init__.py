@@ -14,6 +14,8 @@ from lowtide.cli.audit import audit
 from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.plan import calibrate, plan
+from lowtide.cli.policies import policies
+from lowtide.cli.trace import trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +32,8 @@ app.command()(demo)
 app.command()(audit)
 app.command()(doctor)
 app.command()(plan)
+app.command()(policies)
+app.command()(trace)
 app.command()(calibrate)
 
 

@@ -63,6 +63,8 @@ def _import(module: str) -> None:
 
 def _print_text(diagnosis: Diagnosis) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)  # in a pipe, each fact is a line, and a path is whole
     table = Table(show_header=False, box=None, pad_edge=False)
     for _ in range(3):
         table.add_column(overflow="fold")  # a path is wrapped, never cut
@@ -74,8 +76,17 @@ def _print_text(diagnosis: Diagnosis) -> None:
     console.print()
     for hazard in diagnosis.hazards:
         console.print(_paragraph(hazard))
-    if not diagnosis.hazards:
-        console.print("[green]No known trap found.[/]")
+    console.print(_verdict(diagnosis))
+
+
+def _verdict(diagnosis: Diagnosis) -> str:
+    """Say in one line whether Lowtide can work here."""
+    errors = [hazard.title for hazard in diagnosis.hazards if hazard.severity == "error"]
+    if errors:
+        return f"[red]Lowtide cannot work here:[/] {escape(errors[0])}."
+    traps = len(diagnosis.hazards)
+    rest = f"but {traps} known {'trap is' if traps == 1 else 'traps are'} described above" if traps else "no known trap"
+    return f"[green]Lowtide works here[/], {rest}."
 
 
 def _paragraph(hazard: Hazard) -> Padding:

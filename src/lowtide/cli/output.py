@@ -57,11 +57,16 @@ def note(message: str) -> None:
     Console(stderr=True).print(f"[yellow]note[/] {escape(message)}", soft_wrap=True)
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether a parameter stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def refuse_unused(context: typer.Context, names: tuple[str, ...], why: str) -> None:
     """Give up if one of these options was given: here it would do nothing."""
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if is_given(context, name):
             give_up(f"--{name.replace('_', '-')} {why}")
 
 

@@ -158,13 +158,13 @@ def at_full_size(console: Console) -> None:
     console.rule("[bold]4  And at full size?", align="left")
     console.print(f"[bold]lowtide plan {FULL_SIZE['model']} {asked}[/]  [dim](about a minute)[/]")
     with progress_bar(console, "building the model") as show:
-        plan = lowtide.plan(**FULL_SIZE, cache=False, progress=show)  # type: ignore[arg-type]
-    table = Table("policy", "needs", "host", "step, estimated", box=None, pad_edge=False)
+        plan = lowtide.plan(**FULL_SIZE, progress=show)  # type: ignore[arg-type]
+    table = Table("fits", "policy", "needs", "host", "step, estimated", box=None, pad_edge=False)
     for candidate in plan.candidates:
         estimate = candidate.estimate
         style = "bold green" if candidate is plan.best else "" if candidate.fits else "dim"
         figures = (format_bytes(candidate.device_bytes), format_bytes(estimate.host_bytes), f"{estimate.seconds:.0f} s")
-        table.add_row(candidate.policy, *figures, style=style)
+        table.add_row(candidate.verdict, candidate.policy, *figures, style=style)
     console.print(table)
     if plan.best is None:
         raise DemoError("no policy fits, and one should")

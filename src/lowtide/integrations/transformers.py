@@ -77,7 +77,7 @@ class LowtideCallback(TrainerCallback):
         logs = kwargs.get("logs")
         if self.applied is None or logs is None or "loss" not in logs:
             return
-        figures = {f"lowtide/{name}": value for name, value in self.applied.report().figures().items()}
+        figures = {f"lowtide/{name}": value for name, value in self.applied.report().logged_figures().items()}
         logs.update(figures)
         state.log_history[-1].update(figures)
 

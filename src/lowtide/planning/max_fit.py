@@ -15,6 +15,7 @@ from lowtide.planning.result import INAPPLICABLE, judge
 from lowtide.policy.rules import joined
 from lowtide.simulation.cache import CachedSimulator
 from lowtide.targets.target import find_target
+from lowtide.units import parse_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ _FIRST = {"tokens": (2048, 8192), "batch_size": (1, 2)}
 _ROUNDS = 8
 """The most points that are simulated after them."""
 
-_MOST = {"tokens": 16 * 2**20, "batch_size": 4096}
+_MOST = {"tokens": 4 * 2**20, "batch_size": 4096}
 
 
 class Needed(Protocol):
@@ -59,6 +60,8 @@ class MaxFit:
     """The figures of that step; None if nothing fits."""
     device_bytes: int | None = None
     """Bytes that it needs on the device, including margins."""
+    positions: int | None = None
+    """The positions that the model's configuration names, if the sequence is longer."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -72,15 +75,18 @@ def find_max(
     dimension: str = "tokens",
     budget: int | str | None = None,
     host_budget: int | str | None = None,
+    headroom: float | str = 0.0,
     policies: Sequence[str] | None = None,
     cache: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[MaxFit]:
     """Find the most that fits along a dimension, `tokens` (to 1024) or `batch_size`, for each policy.
 
-    Without `policies`, the usual ones are tried, without those that do nothing to this model.
+    Without `policies`, the usual ones are tried, without those that do nothing to this model. The share `headroom` of
+    the device's budget stays free.
     """
     limit, host_limit = accelerator.budgets(budget, host_budget)
+    limit = int(limit * (1 - parse_share(headroom)))
     found = []
     with CachedSimulator(find_target(model), job, accelerator, enabled=cache) as simulator:
 
@@ -98,7 +104,11 @@ def find_max(
                 progress(policy, place, len(wanted))
             with contextlib.suppress(*left_out):
                 found.append(_search(policy, needed, dimension))
-    return found
+        positions = simulator.summary.longest if dimension == "tokens" else None
+    return [
+        dataclasses.replace(row, positions=positions) if positions is not None and row.most > positions else row
+        for row in found
+    ]
 
 
 def usual_policies(tile_options: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from lowtide.html import LEGEND, TEMPLATES, Band, chart, dashed, render, stacked
 from lowtide.planning.result import KINDS
 
 if TYPE_CHECKING:
-    from lowtide.planning.result import Plan
+    from lowtide.planning.result import Candidate, Plan
 
 _TEMPLATE = TEMPLATES / "plan.html"
 
@@ -18,12 +18,12 @@ _GIB = 2**30
 
 def plan_page(plan: Plan) -> str:
     """Render the page as one file that needs no network. Needs the `html` extra."""
-    return render(_TEMPLATE, plan=plan, code=code_for(plan), bars=_bars(plan), timeline=_timeline(plan))
+    return render(_TEMPLATE, plan=plan, code_for=code_for, bars=_bars(plan), timeline=_timeline(plan))
 
 
-def code_for(plan: Plan) -> str | None:
-    """Return the line of code that a user pastes; None if nothing fits."""
-    return None if plan.best is None else f'lowtide.apply(model, "{plan.best.policy}")'
+def code_for(candidate: Candidate) -> str:
+    """Return the line of code that a user pastes."""
+    return f'lowtide.apply(model, "{candidate.policy}")'
 
 
 def _bars(plan: Plan) -> str:

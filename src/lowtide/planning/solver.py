@@ -15,6 +15,7 @@ order may give them either; but no region is told to keep attention if none of t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from scipy import optimize
 from lowtide.simulation.region_costs import REGION_POLICIES
 
 if TYPE_CHECKING:
-    from lowtide.simulation.region_costs import RegionPolicyCost, StepCosts
+    from lowtide.simulation.region_costs import RegionCosts, RegionPolicyCost, StepCosts
 
 _OFFLOAD_PENALTY = 1e-6
 """By which share offload seems slower than it is: among equally fast choices, the one that moves less is taken."""
@@ -137,7 +138,16 @@ class _Program:
             chosen[region.name] = self._policies[policy]
         if not any(region.by_policy[chosen[region.name]].kept for region in self._costs.regions):
             chosen = {name: _WITHOUT_KEEP.get(policy, policy) for name, policy in chosen.items()}
-        return Choice(chosen, float(result.fun) + self._costs.other_seconds)
+        return Choice(self._without_idle_rules(chosen), float(result.fun) + self._costs.other_seconds)
+
+    def _without_idle_rules(self, chosen: dict[str, str]) -> dict[str, str]:
+        """Give regions that no policy changes, such as a frozen tower's, what most of the others have."""
+        idle = {region.name for region in self._costs.regions if _is_idle(region)}
+        counts = collections.Counter(policy for name, policy in chosen.items() if name not in idle)
+        if not counts:
+            return chosen
+        most = counts.most_common(1)[0][0]
+        return {name: most if name in idle else policy for name, policy in chosen.items()}
 
     @property
     def _numbers(self) -> range:
@@ -172,3 +182,10 @@ class _Program:
     def _add(self, row: dict[int, float], most: float) -> None:
         self._rows.append(dict(row))
         self._most.append(most)
+
+
+def _is_idle(region: RegionCosts) -> bool:
+    """Return whether a region costs the same bytes under every policy, and moves none of them."""
+    costs = list(region.by_policy.values())
+    figures = {(cost.waiting, cost.forward_bytes, cost.backward_bytes, cost.moved) for cost in costs}
+    return len(figures) == 1 and not costs[0].moved

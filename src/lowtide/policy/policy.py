@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowtide.errors import InvalidValueError
 from lowtide.policy.mapping import read_mapping
+from lowtide.policy.pattern import check_pattern, matches
 from lowtide.policy.text import KEPT, PARTS, PLACES, check_kept, read_text
 from lowtide.spelling import unknown
 from lowtide.units import format_bytes
+
+_LEAST_LIMIT = 4096
+"""The store takes no smaller tensor, so a smaller limit can only be a size without its unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +87,7 @@ class Policy:
             raise InvalidValueError(unknown(self.offload, PLACES, "place to offload to"))
         if self.host_limit is not None and self.offload != "host":
             raise InvalidValueError("host_limit needs offload to the host")
-        for name in ("host_limit", "disk_limit"):
-            if (getattr(self, name) or 0) < 0:
-                raise InvalidValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        self._check_limits()
         if self.disk is None:
             for name in ("disk_limit", "verify", "tmpfs"):
                 if getattr(self, name):
@@ -102,9 +103,18 @@ class Policy:
                 "offload(disk=...)"
             )
 
+    def _check_limits(self) -> None:
+        for name in ("host_limit", "disk_limit"):
+            limit = getattr(self, name) or 0
+            if limit < 0:
+                raise InvalidValueError(f"{name} must not be negative, got {limit}")
+            if 0 < limit < _LEAST_LIMIT:
+                raise InvalidValueError(f"{name} is {limit} bytes: write a size with its unit, like 8GiB")
+
     def _check_rules(self) -> None:
         """Refuse settings in rules that hold for the whole model: it has one store."""
         for pattern, policy in self.overrides:
+            check_pattern(pattern)
             if policy.overrides:
                 raise InvalidValueError(f"the rule {pattern!r} has rules of its own: put all rules side by side")
             if policy.host_limit is not None:
@@ -154,7 +164,7 @@ class Policy:
         """Return the policy, without rules, for a region of this name; a part of a region goes by both their names."""
         chosen = dataclasses.replace(self, overrides=())
         for pattern, policy in self.overrides:
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            if any(matches(pattern, name) for name in names):
                 chosen = policy
         return chosen
 

@@ -33,42 +33,31 @@ def joined(policy: str, tile: str) -> str:
 
 
 def _exceptions(choice: dict[str, str], default: str) -> list[tuple[str, str]]:
-    """Return globs for the regions that differ from the default: whole stacks, or ranges of their numbers."""
+    """Return patterns for the regions that differ from the default: ranges of layers, or single regions."""
     stacks = list(dict.fromkeys(name.rpartition(".")[0] for name in choice))
     found = []
     for stack, names in itertools.groupby(choice, key=lambda name: name.rpartition(".")[0]):
-        members = list(names)
-        prefix = _shortest_glob(stack, stacks)
-        for word, run in itertools.groupby(members, key=lambda name: choice[name]):
+        tail = _shortest_tail(stack, stacks)
+        for word, run in itertools.groupby(names, key=lambda name: choice[name]):
             numbers = [name.rpartition(".")[2] for name in run]
             if word == default:
                 continue
-            if len(numbers) == len(members):
-                found.append((f"{prefix}.*", word))
-            elif all(number.isdigit() for number in numbers):
-                found += [(f"{prefix}.{glob}", word) for glob in range_globs(int(numbers[0]), int(numbers[-1]))]
+            if len(numbers) > 1 and all(number.isdigit() for number in numbers):
+                found.append((_dotted(tail, f"{numbers[0]}-{numbers[-1]}"), word))
             else:
-                found += [(f"{prefix}.{number}", word) for number in numbers]
+                found += [(f"*{_dotted(tail, number)}", word) for number in numbers]
     return found
 
 
-def _shortest_glob(stack: str, stacks: list[str]) -> str:
-    """Return a glob on the end of a stack's name that no other stack has: it matches whatever wraps the model."""
+def _dotted(stack: str, number: str) -> str:
+    return f"{stack}.{number}" if stack else number
+
+
+def _shortest_tail(stack: str, stacks: list[str]) -> str:
+    """Return the end of a stack's name that no other stack has: it fits whatever wraps the model."""
     parts = stack.split(".")
     for count in range(1, len(parts)):
         tail = ".".join(parts[-count:])
-        if not any(other != stack and other.endswith(tail) for other in stacks):
-            return f"*{tail}"
+        if not any(other != stack and f".{other}".endswith(f".{tail}") for other in stacks):
+            return tail
     return stack
-
-
-def range_globs(first: int, last: int) -> list[str]:
-    """Return globs that match exactly the numbers from `first` to `last`: 7 to 25 is `[7-9]`, `1[0-9]`, `2[0-5]`."""
-    globs = []
-    while first <= last:
-        end = min(last, first // 10 * 10 + 9)
-        tens = str(first // 10) if first >= 10 else ""  # noqa: PLR2004
-        low, high = first % 10, end % 10
-        globs.append(f"{tens}{low}" if low == high else f"{tens}[{low}-{high}]")
-        first = end + 1
-    return globs

@@ -56,6 +56,8 @@ class CachedSimulator:
         content = hashlib.sha256(target.content).hexdigest()
         self._fixed = [content, target.kind, target.name, accelerator.to_dict(), _versions()]
         self._job = job
+        self.builds_model = target.kind in ("config", "model type")
+        """Whether the model is built here, so that it can have adapters or a 4-bit base."""
         self.warning: str | None = None
         """Why results cannot be kept, if they cannot; they are used all the same."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from lowtide.recording import read_peak, read_timeline
+from lowtide.recording import peaks_by_moment, read_peak, read_timeline
 from lowtide.simulation.allocator import least_capacity, reserved_bytes
 from lowtide.stores.host_memory import pinned_for
 
@@ -43,6 +43,8 @@ class Estimate:
     """Bytes at the peak by region and kind of owner."""
     left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Why blocks do not run in tiles as the policy says, and which of those that were simulated."""
+    runs_whole: bool = False
+    """Whether every module that is to run in tiles, except the loss, was too short to be cut."""
     traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     """How often ranks that share a batch exchange something, and how many bytes one rank sends, by phase and kind."""
 
@@ -79,6 +81,7 @@ def exact_estimate(policy: str, recording: Recording) -> Estimate:
         ],
         regions=regions,
         left_alone=recording.left_alone,
+        runs_whole=recording.runs_whole,
         traffic=recording.traffic,
     )
 
@@ -88,14 +91,14 @@ def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
 
     What an allocator needs above the peak is taken from the worse of the two: it does not grow with the stack.
     """
-    estimates = [exact_estimate(policy, recording) for recording in (model.short, model.long)]
+    needed, reserved = map(max, zip(*(_above_peak(recording) for recording in (model.short, model.long)), strict=True))
     short, long, extrapolate = model.short, model.long, model.stack.extrapolate
     peak, moment, owners = model.step_peak()
     return Estimate(
         policy=policy,
         peak_bytes=peak,
-        needed_bytes=peak + max(estimate.needed_bytes - estimate.peak_bytes for estimate in estimates),
-        reserved_bytes=peak + max(estimate.reserved_bytes - estimate.peak_bytes for estimate in estimates),
+        needed_bytes=peak + needed,
+        reserved_bytes=peak + reserved,
         host_bytes=pinned_for(round(extrapolate(short.stored_bytes, long.stored_bytes))),
         seconds=extrapolate(short.seconds, long.seconds),
         busy={kind: extrapolate(short.busy.get(kind, 0), seconds) for kind, seconds in long.busy.items()},
@@ -105,6 +108,7 @@ def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
         kernels=long.kernels,
         exact=False,
         left_alone=long.left_alone,
+        runs_whole=long.runs_whole,
         traffic={
             kind: {
                 figure: round(extrapolate(short.traffic.get(kind, {}).get(figure, 0), number))
@@ -113,3 +117,10 @@ def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
             for kind, figures in long.traffic.items()
         },
     )
+
+
+def _above_peak(recording: Recording) -> tuple[int, int]:
+    """Return what a caching allocator needs above the allocated peak, and what it reserves without a limit."""
+    peak = max(peaks_by_moment(recording).values())
+    reserved = reserved_bytes(recording.events)
+    return least_capacity(recording.events, peak, reserved) - peak, reserved - peak

@@ -48,7 +48,9 @@ class Traffic:
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a step. `rounding` is the allocator's unit; host memory is counted to the byte."""
 
-    def __init__(self, clock: Clock, rates: Rates, device: torch.device, rounding: int = 512) -> None:
+    def __init__(
+        self, clock: Clock, rates: Rates, device: torch.device, rounding: int = 512, kernels: MetaKernels | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = clock
         self.rates = rates
@@ -69,7 +71,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The bytes of weights that are kept in a different form (4 bits, a shard), by storage."""
         self.quantized: set[int] = set()
         """The storages of those weights that are unpacked for every product."""
-        self._kernels = MetaKernels()
+        self._kernels = kernels or MetaKernels()
         self._numbers = itertools.count()
         self._known: dict[int, tuple[int, int, str, Owner]] = {}
 

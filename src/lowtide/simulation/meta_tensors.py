@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import operator_of, schema_of
+from lowtide._torch import operator_of, schema_of, storage_key
+from lowtide.recording import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,9 @@ class MetaKernels:
             return _OWN_KERNELS.get(operator_of(func), func)(*args, **kwargs)
         if key not in self._forms:
             out = _OWN_KERNELS.get(operator_of(func), func)(*args, **kwargs)
-            if isinstance(out, torch.Tensor) and out.is_meta:
+            if _shares_memory(out, args):  # `_unsafe_view` is a view, and its schema does not say so
+                self._makes_new[func] = False
+            elif isinstance(out, torch.Tensor) and out.is_meta:
                 self._forms[key] = _form(out)
             return out
         return _from_form(self._forms[key])
@@ -57,6 +60,13 @@ def _makes_new_tensor(func: Any) -> bool:
     """Return whether an operation returns one tensor with memory that no argument shares."""
     returns = schema_of(func).returns
     return not schema_of(func).is_mutable and len(returns) == 1 and returns[0].alias_info is None
+
+
+def _shares_memory(out: Any, args: tuple[Any, ...]) -> bool:
+    if not isinstance(out, torch.Tensor):
+        return False
+    storage = storage_key(out.untyped_storage())
+    return any(storage_key(tensor.untyped_storage()) == storage for tensor in tensors_in(args))
 
 
 def _key(things: tuple[Any, ...]) -> Any:

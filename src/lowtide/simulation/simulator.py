@@ -6,6 +6,7 @@ A `Simulator` runs in the worker process (`worker`); the user's process has a `S
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,10 @@ from lowtide.policy.rules import joined
 from lowtide.regions import calls_attention, find_head, find_mlps, find_regions
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
+from lowtide.simulation.meta_tensors import MetaKernels
 from lowtide.simulation.region_costs import region_costs
 from lowtide.simulation.sequence_parallel import require_heads
-from lowtide.simulation.step import simulate
+from lowtide.simulation.step import resident_bytes, simulate
 from lowtide.simulation.tensor_parallel import divides_head, require_divisible
 from lowtide.targets.batches import make_batch, put_on
 from lowtide.targets.job import DTYPES
@@ -52,6 +54,10 @@ class ModelSummary:
     """The longest sequence that the model was made for, if its configuration names one."""
     tile_options: list[str]
     """What can run in tiles, as words of a policy; the first, `""`, tiles nothing."""
+    unquantized_bytes: int = 0
+    """Of a 4-bit base, the bytes of experts' weights in three dimensions, which stay as they are."""
+    resident_bytes: int = 0
+    """Bytes that one rank's device holds before a step begins: weights and the optimizer's states."""
 
     def too_long(self, tokens: int | None) -> str | None:
         """Return a note about sequences that are longer than the model was made for, which need not be a mistake."""
@@ -85,7 +91,11 @@ class Simulator:
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
             tile_options=find_tile_options(model, tp=job.tp, sp=job.sp),
+            unquantized_bytes=_unquantized_bytes(model) if job.base == "4bit" else 0,
+            resident_bytes=resident_bytes(model, job, accelerator),
         )
+        self._kernels = MetaKernels()
+        self._truncated: dict[int, nn.Module] = {}
         self._recorded = functools.cache(self._record)
 
     def estimate(self, policy: str, *, exact: bool) -> Estimate:
@@ -116,10 +126,24 @@ class Simulator:
 
     def _record(self, policy: str, length: int | None) -> Recording:
         """Simulate one step, with the stack truncated to `length` layers; None keeps them all."""
+        return simulate(
+            self._build(length), self._make_batch, self._job, Policy.parse(policy), self._accelerator, self._kernels
+        )
+
+    def _build(self, length: int | None) -> nn.Module:
+        """Build the model anew for each step; a copy of a truncated one is made much faster than the whole model.
+
+        A module or a factory of the user's is not copied: what it is made of is unknown.
+        """
+        if length is None or self._stack is None:
+            return build(self._target, self._job)
+        if length in self._truncated:
+            return copy.deepcopy(self._truncated[length])
         model = build(self._target, self._job)
-        if length is not None and self._stack is not None:
-            truncate(model, self._stack, length)
-        return simulate(model, self._make_batch, self._job, Policy.parse(policy), self._accelerator)
+        truncate(model, self._stack, length)
+        if self._target.kind not in ("module", "factory"):
+            self._truncated[length] = copy.deepcopy(model)
+        return model
 
     def _make_batch(self, model: nn.Module, device: torch.device) -> Any:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
@@ -145,6 +169,11 @@ def find_tile_options(model: nn.Module, tp: int = 1, sp: int = 1) -> list[str]:
     if sp == 1 and any(calls_attention(region.module) for region in regions):
         options.append(str(Policy(tile=("attention", *parts))))
     return options
+
+
+def _unquantized_bytes(model: nn.Module) -> int:
+    """Return the bytes of stacked experts: bitsandbytes replaces linear layers, and these are plain parameters."""
+    return sum(p.nbytes for p in model.parameters() if p.dim() == 3 and not p.requires_grad)  # noqa: PLR2004
 
 
 def _most_common_dtype(model: nn.Module) -> str:

@@ -23,6 +23,7 @@ from lowtide._torch import pytree
 from lowtide.applying import apply_policy
 from lowtide.errors import NoRegionError, PlanError
 from lowtide.objective import returned_loss
+from lowtide.policy import Policy
 from lowtide.recording import tensors_in
 from lowtide.regions import find_head, find_regions
 from lowtide.simulation.attention import Attention
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
 
     from lowtide.applying.report import Report
     from lowtide.hardware.accelerators import Accelerator
-    from lowtide.policy import Policy
     from lowtide.recording import Event
     from lowtide.regions import Region
+    from lowtide.simulation.meta_tensors import MetaKernels
     from lowtide.simulation.optimizers import Optimizers
     from lowtide.targets.job import Job
 
@@ -76,15 +77,27 @@ class Recording:
     """Seconds of compute by phase and region."""
     left_alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Why blocks do not run in tiles as the policy says, and which."""
+    runs_whole: bool = False
+    """Whether every module that is to run in tiles, except the loss, was too short to be cut."""
     traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     """Counts and bytes of what ranks that share a batch exchange, by phase and kind."""
 
 
-def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
-    """Run one step of `model` (built on the meta device) under `policy`, and return its recording."""
+def simulate(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    job: Job,
+    policy: Policy,
+    accelerator: Accelerator,
+    kernels: MetaKernels | None = None,
+) -> Recording:
+    """Run one step of `model` (built on the meta device) under `policy`, and return its recording.
+
+    `kernels` remember the results of earlier steps: what differs between two policies is the order of operations.
+    """
     clock = Clock(link_bytes_per_second=accelerator.link_rate)
     attention = Attention(job.attention, has_flash=accelerator.has_flash)
-    ledger = Ledger(clock, accelerator.rates, DEVICE)
+    ledger = Ledger(clock, accelerator.rates, DEVICE, kernels=kernels)
     with simulated_device(clock, attention):
         model.to(DEVICE)
         return record(model, make_batch, job, policy, ledger, attention, accelerator)
@@ -147,6 +160,7 @@ def _record_rank(
         kept={region.name: region.kept_outputs for region in report.regions},
         region_seconds=tracker.seconds,
         left_alone=_left_alone(report),
+        runs_whole=_runs_whole(model, report),
         traffic=ledger.traffic.to_dict(),
     )
 
@@ -167,6 +181,26 @@ def _shared_batch(
             require_whole_attention(policy)
             stack.enter_context(divided_heads(Group(job.sp, ledger, bytes_per_second)))
         yield
+
+
+def resident_bytes(model: nn.Module, job: Job, accelerator: Accelerator) -> int:
+    """Return the bytes that one rank's device holds before a step begins: weights and the optimizer's states."""
+    clock = Clock()
+    ledger = Ledger(clock, accelerator.rates, DEVICE)
+    with simulated_device(clock, Attention(job.attention)), _shared_batch(model, job, Policy(), ledger, math.inf):
+        parallel = Parallel(model, job, ledger, accelerator)
+        parallel.claim_weights()
+        optimizers = parallel.make_optimizer()
+        parallel.remove_hooks()
+        found = sum(event.change for event in ledger.events if event.place == "device")
+    del optimizers
+    return found
+
+
+def _runs_whole(model: nn.Module, report: Report) -> bool:
+    head = find_head(model).name if report.tiles and _logits_width(model) else None
+    tiles = [tiled for tiled in report.tiles if tiled.calls and tiled.name != head]
+    return bool(tiles) and all(tiled.tiles == tiled.calls for tiled in tiles)
 
 
 def _left_alone(report: Report) -> dict[str, list[str]]:

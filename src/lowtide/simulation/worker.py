@@ -8,6 +8,7 @@ ends when its input does: a killed parent leaves no worker behind.
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import os
 import pickle
@@ -36,6 +37,7 @@ def main() -> None:
         name, arguments = task
         if name == "open":
             simulator = _answer(replies, functools.partial(Simulator, *arguments), operator.attrgetter("summary"))
+            gc.freeze()  # modules and classes, hundreds of thousands, that every collection would look through again
         elif simulator is not None:
             _answer(replies, functools.partial(getattr(simulator, name), **arguments), lambda result: result)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import InvalidValueError
+from lowtide.targets.live_module import MOST_INTEGERS
 from lowtide.units import parse_tokens
 
 ENGINES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -104,6 +105,11 @@ class Job:
             raise InvalidValueError(
                 f"{self.tokens} tokens cannot be divided into {self.parts} parts of the same length: give a multiple"
             )
+        if self.tokens is not None and self.batch_size * self.tokens // self.parts > MOST_INTEGERS:
+            raise InvalidValueError(
+                f"a batch of {self.batch_size * self.tokens:,} tokens is more than a plan can simulate: its integers "
+                f"have real values, and {MOST_INTEGERS:,} is the most"
+            )
         if self.microbatches is not None and self.pp == 1:
             raise InvalidValueError("microbatches are what a pipeline takes through its stages: give pp=2 or more too")
 
@@ -154,7 +160,22 @@ class Job:
     @property
     def size(self) -> str:
         """Describe the batch in words."""
-        return "its own batch" if self.tokens is None else f"{self.batch_size} x {self.tokens} tokens"
+        if self.tokens is None:
+            return "its own batch"
+        pictures = ""
+        if self.images is not None:
+            count, height, width = self.images
+            pictures = f" with {count} image{'s' if count > 1 else ''} of {height}x{width}"
+        return f"{self.batch_size} x {self.tokens} tokens{pictures}"
+
+    @property
+    def training(self) -> str:
+        """Describe in words what is trained, and on what base."""
+        if self.lora is None:
+            return "full fine-tuning"
+        where = "all projections" if self.lora_targets == LORA_TARGETS else ", ".join(self.lora_targets)
+        base = " on a 4-bit base" if self.base == "4bit" else ""
+        return f"LoRA {self.lora} ({self.lora_dtype}) in {where}{base}"
 
     @property
     def shards_weights(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from lowtide.targets.job import Job
     from lowtide.targets.target import Target
+
+logger = logging.getLogger(__name__)
 
 OLDEST_TRANSFORMERS = Version("5")
 """The step of an older model builds masks and experts in ways that the simulator was never compared with."""
@@ -109,7 +112,10 @@ def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         except LowtideError:
             raise
         except (Exception, SystemExit) as error:
-            raise PlanError(f"{name} could not be run: {type(error).__name__}: {error}") from error
+            logger.debug("%s could not be run", name, exc_info=error)
+            raise PlanError(
+                f"{name} could not be run: {type(error).__name__}: {error} (lowtide -v shows where)"
+            ) from error
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= _WITH_OPTIONS or not isinstance(parts[0], nn.Module):
         raise PlanError(

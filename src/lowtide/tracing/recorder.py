@@ -13,7 +13,7 @@ from torch import nn
 from lowtide._torch import import_dynamo
 from lowtide.applying import applied_to
 from lowtide.errors import InvalidValueError, NoRegionError
-from lowtide.modules import named_parameters, plain_name, unwrap_ddp
+from lowtide.modules import ancestors, named_parameters, plain_name, unwrap_ddp
 from lowtide.regions import find_regions
 from lowtide.stores import DiskStore, HostStore, TieredStore
 from lowtide.tracing.ledger import Move, StorageLedger
@@ -92,6 +92,7 @@ class _Recorder:
         self._clock: Callable[[], float] = lambda: time.perf_counter() - began
         self._model = model
         self._stores = _stores_of(model)
+        self._counts_before = _counts_of(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._ledger = StorageLedger(device, self._clock)
         self._tracker = PhaseTracker(names, self._clock, self._move_on)
@@ -160,8 +161,16 @@ class _Recorder:
         if sum(saved.values()) >= self.trace.saved_bytes:
             self.trace.saved = saved
 
+    def _read_counts(self) -> None:
+        """Read what an applied policy counted itself since the trace began."""
+        for name, counts in _counts_of(self._model).items():
+            before = self._counts_before.get(name, (0, 0))
+            self.trace.counted[name] = (counts[0] - before[0], counts[1] - before[1])
+
     def _read_levels(self, moment: Moment | None = None) -> None:
         """Read what the allocator and the stores count, and what was written to and read from files since last time."""
+        if moment is not None and moment.phase not in ("forward", *_BACKWARD):
+            self._read_counts()
         stored: dict[str, int] = {}
         now, (phase, region) = self._clock(), moment or self._tracker.moment
         for store in self._stores:
@@ -203,6 +212,18 @@ def _region_names(model: nn.Module, select: Sequence[Selector] | None) -> list[s
             f"{', '.join(scripted)}: TorchScript modules take no hooks. Name a module around them in regions="
         )
     return [plain_name(region.name) for region in found if region.name not in scripted]
+
+
+def _counts_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return how often each region was recomputed, and how many tiles in it ran again, by the policies in force."""
+    names = {id(module): plain_name(name) for name, module in unwrap_ddp(model).named_modules()}
+    found: dict[str, tuple[int, int]] = {}
+    for handle in applied_to(model):
+        report = handle.report()
+        for region, counts in zip(handle.regions, report.regions, strict=True):
+            inside = (tiles for tiles in report.tiles if region.name in (tiles.name, *ancestors(tiles.name)))
+            found[names[id(region.module)]] = (counts.recomputes, sum(tiles.recomputed_tiles for tiles in inside))
+    return found
 
 
 def _stores_of(model: nn.Module) -> list[HostStore | DiskStore]:

@@ -52,6 +52,8 @@ class RegionTrace:
     name: str
     forwards: int
     recomputes: int
+    tile_reruns: int
+    """How many tiles inside it were run again in backward, by an applied policy."""
     saved_bytes: int
     """Bytes that it made in forward and that were alive when backward began."""
     recomputed_bytes: int
@@ -82,6 +84,9 @@ class Trace:
     levels: list[Level] = dataclasses.field(default_factory=list)
     saved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Bytes that forward saved, by region, at the beginning of the backward that had the most."""
+    counted: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """The recomputes and the tiles that ran again by an applied policy's own count, by region. Looked at from outside,
+    both are code that runs again in backward."""
 
     @property
     def peak_bytes(self) -> int:
@@ -131,7 +136,8 @@ class Trace:
             RegionTrace(
                 name=name,
                 forwards=runs["forward", name],
-                recomputes=runs["recompute", name],
+                recomputes=self.counted.get(name, (runs["recompute", name], 0))[0],
+                tile_reruns=self.counted.get(name, (0, 0))[1],
                 saved_bytes=self.saved.get(name, 0),
                 recomputed_bytes=recomputed[name],
                 to_host_bytes=moved["to host", name],
@@ -195,8 +201,9 @@ class Trace:
         ]
         for _, neighbours in itertools.groupby(self.by_region(), key=_group_key):
             group = list(neighbours)
+            tiles = f"tiles run again {group[0].tile_reruns}, " if group[0].tile_reruns else ""
             lines.append(
-                f"  {grouped_name(group)} forwards {group[0].forwards}, recomputes {group[0].recomputes}, saved "
+                f"  {grouped_name(group)} forwards {group[0].forwards}, recomputes {group[0].recomputes}, {tiles}saved "
                 f"{range_of(group, 'saved_bytes')}, recomputed {range_of(group, 'recomputed_bytes')}"
             )
         moved = {direction: self.moved_bytes(direction) for direction in dict.fromkeys(m.direction for m in self.moves)}
@@ -230,7 +237,7 @@ def _most_recomputed(events: list[Event]) -> collections.Counter[str]:
 
 
 def _group_key(region: RegionTrace) -> tuple[Any, ...]:
-    return stack_of(region.name), region.forwards, region.recomputes
+    return stack_of(region.name), region.forwards, region.recomputes, region.tile_reruns
 
 
 def _format_owners(peak: Peak) -> str:
