@@ -27,6 +27,7 @@ from lowtide.cli.output import (
 from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
+    from lowtide.hardware.accelerators import Accelerator
     from lowtide.planning import Plan
     from lowtide.planning.max_fit import MaxFit
     from lowtide.simulation.estimate import Estimate
@@ -65,6 +66,9 @@ def plan(
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="The GPU: H100, L40S, RTX 4090, ... Default: the one in this machine.")
+    ] = None,
+    device_file: Annotated[
+        Path | None, typer.Option(help="The data sheet of another GPU, as JSON; see the page about plans.")
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Device memory to use, e.g. 44GiB. Default: all of it.")] = None,
     host_budget: Annotated[
@@ -115,6 +119,12 @@ def plan(
         ),
     ] = False,
     attention: Annotated[str, typer.Option(help="auto, flash, efficient, cudnn or math.")] = "auto",
+    keep_output: Annotated[
+        bool,
+        typer.Option(
+            "--keep-output", help="The loop keeps what the model returned, logits too, until backward is over."
+        ),
+    ] = False,
     policy: Annotated[str | None, typer.Option(help="Simulate only this policy, with every layer.")] = None,
     longest: Annotated[
         bool, typer.Option("--longest", help="Find the longest sequence that fits, for each policy.")
@@ -167,9 +177,10 @@ def plan(
         "optimizer": optimizer,
         "optimizer_in_backward": optimizer_in_backward,
         "attention": attention,
+        "keep_output": keep_output,
     }
     limits: dict[str, Any] = {
-        "device": device,
+        "device": device if device_file is None else _read_device(device, device_file),
         "budget": budget,
         "host_budget": host_budget,
         "calibration": calibration,
@@ -186,6 +197,18 @@ def plan(
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
+
+
+def _read_device(device: str | None, path: Path) -> Accelerator:
+    from lowtide.errors import LowtideError
+    from lowtide.hardware.accelerators import read_accelerator
+
+    if device is not None:
+        give_up("--device and --device-file both name the GPU: give one of them")
+    try:
+        return read_accelerator(path)
+    except LowtideError as error:
+        give_up(str(error))
 
 
 def _check_question(context: typer.Context, output: Format, *, longest: bool, largest_batch: bool, exact: bool) -> None:

@@ -7,14 +7,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.hardware.accelerators import Efficiencies, margins_for, resolve_accelerator
+from lowtide.hardware.accelerators import margins_for, resolve_accelerator
 from lowtide.planning.result import INAPPLICABLE, Candidate, Plan, judge
 from lowtide.planning.solver import solve
 from lowtide.policy import Policy
 from lowtide.policy.rules import as_policy, joined
 from lowtide.simulation.cache import PROCESSES, CachedSimulator, process_for
 from lowtide.simulation.region_costs import region_policies
-from lowtide.targets.job import LORA_TARGETS, make_job
+from lowtide.targets.job import LORA_TARGETS, REDUCE_BUCKET, make_job
 from lowtide.targets.target import find_target
 from lowtide.units import format_bytes
 
@@ -60,6 +60,12 @@ def plan(
     optimizer: str = "adamw",
     optimizer_in_backward: bool = False,
     attention: str = "auto",
+    keep_output: bool = False,
+    keep_gradients: bool = False,
+    expandable_segments: bool = False,
+    reduce_dtype: str | None = None,
+    units: str = "blocks",
+    reduce_bucket: int = REDUCE_BUCKET,
     budget: int | str | None = None,
     host_budget: int | str | None = None,
     calibration: Path | str | None = None,
@@ -106,6 +112,12 @@ def plan(
         pp=pp,
         microbatches=microbatches,
         attention=attention,
+        keep_output=keep_output,
+        keep_gradients=keep_gradients,
+        expandable_segments=expandable_segments,
+        reduce_dtype=reduce_dtype,
+        units=units,
+        reduce_bucket=reduce_bucket,
     )
     accelerator = resolve_accelerator(device, calibration)
     budgets = accelerator.budgets(budget, host_budget)
@@ -278,7 +290,7 @@ class _Planner:
             notes.append(self._simulator.warning)
         if too_long := summary.too_long(self._job.tokens):
             notes.append(too_long)
-        if self._accelerator.efficiencies == Efficiencies():
+        if not self._accelerator.is_measured:
             notes.append(
                 "seconds are estimated from data sheets, so the ranking is the claim: `lowtide calibrate` measures them"
             )

@@ -73,9 +73,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Read every weight, gradient and state, and write all but the gradients, as the fused kernel does."""
+        updated: list[Any] = [parameter for parameter in self.state if parameter.grad is not None]
+        if not updated:
+            return
         with torch.no_grad():
-            for parameter, state in self.state.items():
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad)
-                    for tensor in state.values():
-                        tensor.copy_(tensor)
+            torch._foreach_add_(updated, [parameter.grad for parameter in updated])
+            torch._foreach_mul_([tensor for parameter in updated for tensor in self.state[parameter].values()], 1)

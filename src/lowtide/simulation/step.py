@@ -29,8 +29,8 @@ from lowtide.simulation.attention import Attention
 from lowtide.simulation.clock import DEVICE, Clock
 from lowtide.simulation.collectives import Group
 from lowtide.simulation.device import simulated_device
+from lowtide.simulation.engines import make_parallel
 from lowtide.simulation.ledger import Ledger
-from lowtide.simulation.parallel import Parallel
 from lowtide.simulation.sequence_parallel import divided_heads, require_heads, require_whole_attention
 from lowtide.simulation.tensor_parallel import divide_weights, require_divisible, require_whole_head
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from lowtide.recording import Event
     from lowtide.regions import Region
     from lowtide.simulation.optimizers import Optimizers
+    from lowtide.simulation.parallel import Parallel
     from lowtide.targets.job import Job
 
     MakeBatch = Callable[[nn.Module, torch.device], Any]
@@ -78,6 +79,8 @@ class Recording:
     """Why blocks do not run in tiles as the policy says, and which."""
     traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     """Counts and bytes of what ranks that share a batch exchange, by phase and kind."""
+    expandable_segments: bool = False
+    """Whether the allocator's segments grow."""
 
 
 def simulate(model: nn.Module, make_batch: MakeBatch, job: Job, policy: Policy, accelerator: Accelerator) -> Recording:
@@ -101,7 +104,7 @@ def record(
 ) -> Recording:
     """Run the step itself, inside a simulated device."""
     model.train()
-    with _shared_batch(model, job, policy, ledger, accelerator.network if accelerator else math.inf):
+    with _shared_batch(model, job, policy, ledger, accelerator.network_rate if accelerator else math.inf):
         return _record_rank(model, make_batch, job, policy, ledger, attention, accelerator)
 
 
@@ -114,11 +117,13 @@ def _record_rank(
     attention: Attention,
     accelerator: Accelerator | None,
 ) -> Recording:
-    parallel = Parallel(model, job, ledger, accelerator)
+    parallel = make_parallel(model, job, policy, ledger, accelerator)
     parallel.claim_weights()
     with ledger:
         batch = make_batch(model, ledger.device)
     optimizers = parallel.make_optimizer()
+    if job.keep_gradients:
+        parallel.make_gradients()
     # No probe: it compares numbers, and there are none. A real run makes it once, on a few tokens.
     applied = apply_policy(model, policy, probe=False)
     tracker = RegionTracker(ledger, find_regions(model), parallel)
@@ -132,7 +137,7 @@ def _record_rank(
         start, began = len(ledger.events), ledger.clock.compute.time
         for tensor in tensors_in(pytree.tree_leaves(batch)):
             ledger.claim(tensor, "batch", "")
-        _train(model, batch, ledger, tracker, parallel, optimizers)
+        _train(model, batch, ledger, tracker, parallel, optimizers, keep_output=job.keep_output)
         ended = ledger.clock.synchronize()
         report = applied.report()
     return Recording(
@@ -148,6 +153,7 @@ def _record_rank(
         region_seconds=tracker.seconds,
         left_alone=_left_alone(report),
         traffic=ledger.traffic.to_dict(),
+        expandable_segments=job.expandable_segments,
     )
 
 
@@ -184,18 +190,24 @@ def _train(
     tracker: RegionTracker,
     parallel: Parallel,
     optimizers: Optimizers,
+    *,
+    keep_output: bool,
 ) -> None:
     ledger.phase = "forward"
     parallel.begin_forward()
-    loss = _find_loss(_call(model, batch))
+    output = _call(model, batch)
+    loss = _find_loss(output)
+    if not keep_output:
+        del output
     ledger.phase = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
+    output = None
     tracker.end_backward()
     parallel.end_backward()
     ledger.phase = "optimizer"
     if not parallel.steps_in_backward:
-        optimizers.step_after_backward()
+        parallel.step_optimizer(optimizers)
     parallel.end_step()
 
 

@@ -22,6 +22,11 @@ BASES = ("plain", "4bit")
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+UNITS = ("blocks", "ends")
+
+REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's default of `reduce_bucket_size`."""
+
 PARALLEL = {
     "tp": "tensor parallelism",
     "sp": "sequence parallelism",
@@ -64,6 +69,12 @@ class Job:
     optimizer_in_backward: bool = False
     """Whether each weight is updated as soon as its gradient is complete, and the gradient freed at once."""
     engine: str = "single"
+    reduce_dtype: str | None = None
+    """The type in which FSDP2 reduces gradients; None means float32 with `masters`, else that of the gradients."""
+    units: str = "blocks"
+    """FSDP2's units: `blocks`, and the root for all else, or `ends`, where embeddings and head are units as well."""
+    reduce_bucket: int = REDUCE_BUCKET
+    """The elements of ZeRO-3's buffer for gradients that are to be reduced: DeepSpeed's `reduce_bucket_size`."""
     ranks: int = 1
     """All ranks. Those that `tp` and `pp` leave have different batches, or parts of one, and `engine` joins them."""
     tp: int = 1
@@ -77,17 +88,31 @@ class Job:
     microbatches: int | None = None
     """How many batches a pipeline takes through its stages before the optimizer's step; None means two per stage."""
     attention: str = "auto"
+    keep_output: bool = False
+    """Whether what the model returned lives through backward, as in a loop that binds it to a name."""
+    keep_gradients: bool = False
+    """Whether gradients are there all the time: summed over several batches, or set to zero instead of None."""
+    expandable_segments: bool = False
+    """Whether torch's allocator is set to grow its segments: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             chosen = getattr(self, name)
             if chosen not in known and (name, chosen) != ("dtype", None):
                 raise InvalidValueError(f"unknown {name} {chosen!r}; known: {', '.join(known)}")
-        for name in ("tokens", "batch_size", "ranks", *PARALLEL, "microbatches"):
+        for name in ("tokens", "batch_size", "ranks", *PARALLEL, "microbatches", "reduce_bucket"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.lora is not None and self.lora < 1:
             raise InvalidValueError(f"lora is the rank of the adapters: it must be 1 or more, got {self.lora}")
+        if self.reduce_dtype is not None and (self.engine != "fsdp2" or self.reduce_dtype not in DTYPES):
+            raise InvalidValueError(
+                f"reduce_dtype={self.reduce_dtype!r} is FSDP2's (engine='fsdp2'), one of {', '.join(DTYPES)}"
+            )
+        if self.units not in UNITS or (self.units != "blocks" and self.engine != "fsdp2"):
+            raise InvalidValueError(f"units={self.units!r} is FSDP2's (engine='fsdp2'), one of {', '.join(UNITS)}")
+        if self.reduce_bucket != REDUCE_BUCKET and self.engine != "zero3":
+            raise InvalidValueError("reduce_bucket is a buffer of ZeRO-3: give engine='zero3' too")
         if self.lora is None and (self.lora_dtype, self.lora_targets) != ("fp32", LORA_TARGETS):
             raise InvalidValueError("lora_dtype and lora_targets are for adapters: give lora=16 (or another rank) too")
         self._check_parallelism()
@@ -196,6 +221,18 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
             f"{in_backward} with {job.engine}",
             "DeepSpeed's own optimizer steps after backward",
             "Plan it with engine='fsdp2'",
+        ),
+        (
+            job.keep_gradients and job.engine in ("zero1", "zero2"),
+            f"keep_gradients with {job.engine}",
+            "which of DeepSpeed's buffers stay between batches is not counted",
+            "Plan it with engine='zero3', whose gradients have a buffer of their own, or with ddp",
+        ),
+        (
+            job.keep_gradients and job.optimizer_in_backward,
+            "keep_gradients with optimizer_in_backward",
+            "a step in backward uses a gradient up at once",
+            "Plan one of them",
         ),
         (
             job.tp > 1 and job.lora is not None,

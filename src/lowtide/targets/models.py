@@ -97,15 +97,17 @@ def count_parameters(target: Target) -> int | None:
 
 
 def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Call `MODULE:FACTORY` and return its model, its batch (None without one) and its options."""
-    module, _, function = name.partition(":")
+    """Call `MODULE:FACTORY?name=value` and return its model, its batch (None without one) and its options."""
+    path, _, query = name.partition("?")
+    module, _, function = path.partition(":")
+    arguments = read_arguments(query, name)
     with current_folder_importable():
         try:
             factory = getattr(importlib.import_module(module), function)
         except (Exception, SystemExit) as error:  # whatever the user's module raises when it is imported
             raise PlanError(f"{name} cannot be imported: {error}") from error
         try:
-            made = factory()
+            made = factory(**arguments)
         except LowtideError:
             raise
         except (Exception, SystemExit) as error:
@@ -118,6 +120,30 @@ def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         )
     batch = parts[1] if len(parts) >= _WITH_BATCH else None
     return parts[0], batch, parts[2] if len(parts) == _WITH_OPTIONS else {}
+
+
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def read_arguments(query: str, name: str) -> dict[str, Any]:
+    """Read a factory's arguments from `layers=4&seq=8192`: numbers, true, false and none; all else is text."""
+    arguments: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier() or key in arguments:
+            reason = "is given twice" if key in arguments else "is not an argument"
+            raise InvalidValueError(f"{name}: {part!r} {reason}: write MODULE:FACTORY?layers=4&seq=8192")
+        arguments[key] = _argument_value(value)
+    return arguments
+
+
+def _argument_value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text
 
 
 @contextlib.contextmanager
