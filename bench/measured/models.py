@@ -346,10 +346,10 @@ class Lit(nn.Module):
     def __init__(self, *, dim: int, layers: int, vocab: int, chunk: int, head_bias: bool, **block: Any) -> None:
         super().__init__()
         self.chunk, self.turned = chunk, int(block["turned"] * dim // block["heads"])
-        self.lm_head = nn.Linear(dim, vocab, bias=head_bias)
         self.wte = nn.Embedding(vocab, dim)
         self.h = nn.ModuleList(LitBlock(dim=dim, **block) for _ in range(layers))
         self.ln_f = nn.LayerNorm(dim) if block["neox"] else LitNorm(dim, fused=block["fused"])
+        self.lm_head = nn.Linear(dim, vocab, bias=head_bias)
         if block["rank"]:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_("lora_" in name)

@@ -221,7 +221,51 @@ _ON_A100 = {"device": "A100-40GB"}
 _ON_A10G = {"device": "A10G"}
 _EIGHT = {"engine": "fsdp2", "ranks": 8}
 
+_NO_RESHARD = {**_EIGHT, "reshard": False}
+
 LITGPT_RUNS = [
+    _lit(
+        13,
+        "Llama 2 7B, 4096 tokens, not resharded",
+        f"{THUNDER}/pull/940",
+        40.21,
+        {"fused": "true"},
+        kind="FSDP2",
+        settings=_NO_RESHARD,
+        seconds=_rate(11855.92, 4096),
+    ),
+    *(
+        _lit(
+            number,
+            f"StableCode 3B, {seq} tokens, not resharded",
+            f"{THUNDER}/issues/1176",
+            gb,
+            {**_STABLECODE, "seq": seq},
+            kind="FSDP2",
+            settings=_NO_RESHARD,
+        )
+        for number, seq, gb in ((19, 16384, 62.70), (20, 8192, 35.21))
+    ),
+    _lit(
+        60,
+        "Llama 3 8B, 8192 tokens, not resharded",
+        f"{THUNDER}/pull/1156",
+        72.61,
+        {**_LLAMA_3, "seq": _SEQ, "fused": "true"},
+        kind="FSDP2",
+        settings=_NO_RESHARD,
+        seconds=_rate(11596.72, _SEQ),
+    ),
+    _lit(
+        62,
+        "Llama 3 8B, 8192 tokens, resharded, head and embeddings as units",
+        f"{THUNDER}/pull/1156",
+        56.55,
+        {**_LLAMA_3, "seq": _SEQ, "fused": "true"},
+        kind="FSDP2",
+        settings={**_EIGHT, "units": "ends"},
+        seconds=_rate(11169.12, _SEQ),
+    ),
     *(
         _lit(
             number,
@@ -380,6 +424,7 @@ def _zero3(number: int, what: str, gib: float, seconds: float, arguments: dict[s
 
 
 DEEPSPEED_RUNS = [
+    _zero3(31, "254M, 4 x 512 tokens, 16-bit masters, one GPU", 5.73, 0.1121, {}, settings={"ranks": 1}),
     _zero3(33, "254M, 4 x 512 tokens, 16-bit masters", 4.44, 0.1249, {}),
     _zero3(34, "6.9B, 512 tokens", 41.28, 0.5078, {**_LARGE, "autocast": "false"}, settings={"masters": True}),
     _zero3(35, "6.9B, 512 tokens, 16-bit masters", 33.2, 0.5064, _LARGE),
@@ -489,27 +534,6 @@ NOT_PLANNED = [
     *_not({9: 30.89}, "Llama 3 8B, 8192 tokens, compiled loss", f"{AO}/blob/main/docs", "reserved", _COMPILED),
     *_not({43: 28.72, 44: 90.28}, "Llama 2 7B, 8 x 2048 tokens", _OLD_RUNS, "reserved", _COMPILED),
     *_not({50: 81.85}, "Qwen3 32B, 2 x 4096 tokens", f"{TITAN}/commit/d66b72a6a", "reserved", _COMPILED),
-    *_not(
-        {13: 37.448},
-        "Llama 2 7B, 4096 tokens",
-        f"{THUNDER}/pull/940",
-        "allocated",
-        "FSDP2 with reshard_after_forward=False, and compiled",
-    ),
-    *_not(
-        {19: 58.394, 20: 32.792},
-        "StableCode 3B",
-        f"{THUNDER}/issues/1176",
-        "allocated",
-        "FSDP2 with reshard_after_forward=False, and compiled",
-    ),
-    *_not(
-        {60: 67.623, 62: 52.666},
-        "Llama 3 8B, 8192 tokens",
-        f"{THUNDER}/pull/1156",
-        "allocated",
-        "FSDP2 with reshard_after_forward=False or units of its own, and compiled",
-    ),
     *_not({53: 51.0, 54: 42.9, 58: 8.5}, "Llama 3.2 3B, 2 x 4096 tokens", _TUNE_TABLE, "allocated", _COMPILED),
     *_not({93: 59.33, 94: 48.69}, "Llama 3.2 3B, 5 x 2048 tokens", f"{TORCHTUNE}/pull/2003", "allocated", _COMPILED),
     *_not(
@@ -519,7 +543,6 @@ NOT_PLANNED = [
         "allocated",
         "which settings were on is not said",
     ),
-    *_not({31: 5.73}, "254M, 4 x 512 tokens", _README, "allocated", "ZeRO-3 on one rank"),
     *_not({42: 23.579}, "Llama 2 7B, 8 x 2048 tokens", _OLD_RUNS, "allocated", _FSDP1),
     *_not({59: 37.448}, "Llama 2 7B, 4096 tokens", f"{THUNDER}/pull/940", "allocated", _FSDP1),
     *_not(

@@ -44,6 +44,7 @@ _GAP = 2
 
 class EngineName(enum.StrEnum):
     DDP = "ddp"
+    FSDP1 = "fsdp1"
     FSDP2 = "fsdp2"
     ZERO1 = "zero1"
     ZERO2 = "zero2"
@@ -82,7 +83,8 @@ def plan(
         ),
     ] = None,
     engine: Annotated[
-        EngineName | None, typer.Option(help="How the ranks share the work. Default for several ranks: ddp.")
+        EngineName | None,
+        typer.Option(help="How the ranks share the work. Default for several ranks: ddp."),
     ] = None,
     tp: Annotated[
         int, typer.Option(min=1, help="Divide each layer's weights among N ranks, by the model's own plan.")
@@ -107,10 +109,21 @@ def plan(
     lora_dtype: Annotated[
         str, typer.Option(help="Type of the adapters: fp32, which is PEFT's default, or bf16.")
     ] = "fp32",
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(help="Layers with adapters, by the ends of their names: q_proj,v_proj. Default: all seven."),
+    ] = None,
+    lora_dropout: Annotated[float, typer.Option(min=0, max=1, help="The adapters' dropout.")] = 0.0,
     four_bit: Annotated[bool, typer.Option("--4bit", help="The frozen base has 4-bit weights (QLoRA).")] = False,
     dtype: Annotated[str | None, typer.Option(help="Type of the weights: bf16, fp16 or fp32. Default: bf16.")] = None,
     masters: Annotated[bool, typer.Option(help="The optimizer keeps float32 copies of the weights.")] = False,
-    optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw_foreach, adamw8bit or sgd.")] = "adamw",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw (fused), adamw_foreach, adamw8bit, paged_adamw8bit, adamw_offloaded, adafactor, muon, lion or "
+            "sgd."
+        ),
+    ] = "adamw",
     optimizer_in_backward: Annotated[
         bool,
         typer.Option(
@@ -119,6 +132,27 @@ def plan(
         ),
     ] = False,
     attention: Annotated[str, typer.Option(help="auto, flash, efficient, cudnn or math.")] = "auto",
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="FSDP2: the type in which gradients are reduced. Default with --masters: fp32.")
+    ] = None,
+    reshard: Annotated[
+        bool, typer.Option("--reshard/--no-reshard", help="FSDP2: free gathered weights after forward, or keep them.")
+    ] = True,
+    units: Annotated[
+        str, typer.Option(help="FSDP2: blocks, or ends if embeddings and head are units of their own.")
+    ] = "blocks",
+    reduce_bucket: Annotated[
+        int | None, typer.Option(min=1, help="ZeRO-3: elements of reduce_bucket_size. Default: 500000000.")
+    ] = None,
+    keep_gradients: Annotated[
+        bool,
+        typer.Option(
+            "--keep-gradients", help="Gradients stay between steps: summed over batches, or zero_grad to zeros."
+        ),
+    ] = False,
+    expandable_segments: Annotated[
+        bool, typer.Option("--expandable-segments", help="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set.")
+    ] = False,
     keep_output: Annotated[
         bool,
         typer.Option(
@@ -137,7 +171,9 @@ def plan(
         Path | None, typer.Option(help="The file that `lowtide calibrate` wrote on the GPU.")
     ] = None,
     cache: Annotated[bool, typer.Option(help="Keep results, and reuse those of earlier plans.")] = True,
-    output: Annotated[Format, format_option("the plan", Format.TEXT, Format.JSON, Format.HTML)] = Format.TEXT,
+    output: Annotated[
+        Format, format_option("the plan", Format.TEXT, Format.JSON, Format.HTML, Format.REPORT)
+    ] = Format.TEXT,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file instead.")] = None,
 ) -> None:
     """Will it fit, and which policy is the fastest that fits? No GPU is needed.
@@ -157,7 +193,9 @@ def plan(
 
     _check_question(context, output, longest=longest, largest_batch=largest_batch, exact=exact)
     if lora is None:
-        refuse_unused(context, ("lora_dtype",), "is for adapters: give --lora 16 (or another rank)")
+        refuse_unused(
+            context, ("lora_dtype", "lora_targets", "lora_dropout"), "is for adapters: give --lora 16 (or another rank)"
+        )
     check_output(to)
     settings: dict[str, Any] = {
         "batch_size": batch,
@@ -178,7 +216,17 @@ def plan(
         "optimizer_in_backward": optimizer_in_backward,
         "attention": attention,
         "keep_output": keep_output,
+        "keep_gradients": keep_gradients,
+        "expandable_segments": expandable_segments,
+        "reduce_dtype": reduce_dtype,
+        "reshard": reshard,
+        "units": units,
+        "lora_dropout": lora_dropout,
     }
+    if lora_targets is not None:
+        settings["lora_targets"] = tuple(filter(None, map(str.strip, lora_targets.split(","))))
+    if reduce_bucket is not None:
+        settings["reduce_bucket"] = reduce_bucket
     limits: dict[str, Any] = {
         "device": device if device_file is None else _read_device(device, device_file),
         "budget": budget,
@@ -215,7 +263,7 @@ def _check_question(context: typer.Context, output: Format, *, longest: bool, la
     """Give up if both questions about size are asked at once, or if the size that is to be found is given."""
     if longest and largest_batch:
         give_up("--longest and --largest-batch are two questions: ask one at a time")
-    if (longest or largest_batch) and output is Format.HTML:
+    if (longest or largest_batch) and output in (Format.HTML, Format.REPORT):
         give_up("--longest and --largest-batch are answered as text or json")
     if (longest or largest_batch) and exact:
         give_up("--exact is for a plan: --longest and --largest-batch try many sizes, without it")
@@ -268,6 +316,10 @@ def _plan(
 def _formatted(plan: Plan, output: Format) -> str:
     if output is Format.JSON:
         return plan.to_json()
+    if output is Format.REPORT:
+        from lowtide.planning.report import report_of
+
+        return report_of(plan)
     return plan.to_html() if output is Format.HTML else str(plan)
 
 

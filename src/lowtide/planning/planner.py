@@ -54,6 +54,7 @@ def plan(
     lora: int | None = None,
     lora_targets: Sequence[str] = LORA_TARGETS,
     lora_dtype: str = "fp32",
+    lora_dropout: float = 0.0,
     base: str = "plain",
     dtype: str | None = None,
     masters: bool = False,
@@ -65,6 +66,7 @@ def plan(
     expandable_segments: bool = False,
     reduce_dtype: str | None = None,
     units: str = "blocks",
+    reshard: bool = True,
     reduce_bucket: int = REDUCE_BUCKET,
     budget: int | str | None = None,
     host_budget: int | str | None = None,
@@ -101,6 +103,7 @@ def plan(
         lora=lora,
         lora_targets=(lora_targets,) if isinstance(lora_targets, str) else tuple(lora_targets),
         lora_dtype=lora_dtype,
+        lora_dropout=lora_dropout,
         base=base,
         optimizer=optimizer,
         optimizer_in_backward=optimizer_in_backward,
@@ -117,6 +120,7 @@ def plan(
         expandable_segments=expandable_segments,
         reduce_dtype=reduce_dtype,
         units=units,
+        reshard=reshard,
         reduce_bucket=reduce_bucket,
     )
     accelerator = resolve_accelerator(device, calibration)

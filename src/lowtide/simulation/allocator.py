@@ -45,7 +45,8 @@ class CachingAllocator:
     def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
         self._capacity = capacity
         self._expandable = expandable
-        self._ends: collections.Counter[_PoolKey] = collections.Counter()
+        self._growing: dict[_PoolKey, tuple[int, int]] = {}
+        """The number and the length of each pool's one segment, if segments grow."""
         self._pools: dict[_PoolKey, _Pool] = collections.defaultdict(_Pool)
         self._used: dict[int, tuple[_Block, _PoolKey]] = {}
         self._segments: dict[int, tuple[int, _PoolKey]] = {}
@@ -91,16 +92,16 @@ class CachingAllocator:
     def _lengthened(self, size: int, key: _PoolKey) -> _Block:
         """Lengthen a pool's one segment, and with it the free block at its end if there is one."""
         _, is_small = key
-        end = self._ends[key]
-        free = self._pools[key].take_last(end)
+        segment, end = self._growing.get(key, (-len(self._growing), 0))
+        free = self._pools[key].take_last(segment, end)
         missing = size - (free[0] if free else 0)
         step = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
         more = -(-missing // step) * step
-        self._ends[key] += more
+        self._growing[key] = (segment, end + more)
         self.reserved += more
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         start = free[2] if free else end
-        return self._ends[key] - start, 0, start
+        return end + more - start, segment, start
 
     def _release_free_segments(self) -> None:
         """Return segments that nothing uses to the device, as torch does before it gives up."""
@@ -127,9 +128,9 @@ class _Pool:
         self._forget(block)
         return block
 
-    def take_last(self, end: int) -> _Block | None:
-        """Take out the free block that ends where its only segment does."""
-        block = self._by_end.get((0, end))
+    def take_last(self, segment: int, end: int) -> _Block | None:
+        """Take out the free block that ends where its segment does."""
+        block = self._by_end.get((segment, end))
         if block is not None:
             self.drop(block)
         return block

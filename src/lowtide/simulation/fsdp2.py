@@ -3,7 +3,8 @@
 Weights exist as shards alone, in float32 if the job has `masters` (`MixedPrecisionPolicy(param_dtype=bfloat16)`), and
 are gathered in the type of the products. Each region is a unit, and everything outside all regions is the root's, which
 stays gathered until backward is over. With `units="ends"`, what comes before the regions is one unit and what comes
-after them another, as in torchtitan. The unit that backward needs first stays gathered.
+after them another, as in torchtitan. The unit that backward needs first stays gathered; without
+`reshard`, all do.
 
 An all-gather writes into a buffer of a stream of its own, out of which compute copies the weights. In forward that
 buffer lives until the next unit's copy, in backward only until its own; in backward, the next unit is gathered ahead.
@@ -65,7 +66,7 @@ class Fsdp2(Parallel):
             if self._has_ends and name == self._order[-1]:
                 self._end_unit(_HEAD)
         self._unshard(name, phase)
-        if self._has_ends and phase == "forward" and name == self._order[0]:
+        if self._has_ends and self._job.reshard and phase == "forward" and name == self._order[0]:
             self._reshard(_ROOT)
         place = self._order.index(name) + (1 if phase == "forward" else -1)
         if not 0 <= place < len(self._order):
@@ -77,7 +78,9 @@ class Fsdp2(Parallel):
     def leave(self, name: str, phase: str) -> None:
         if phase == "backward":
             self._end_unit(name)
-        elif name != self._order[-1] or self._has_ends:
+            if self._has_ends and name == self._order[0]:
+                self._unshard(_ROOT, "backward")
+        elif self._job.reshard and (name != self._order[-1] or self._has_ends):
             self._reshard(name)
         if phase == "forward" and self._has_ends and name == self._order[-1]:
             self._unshard(_HEAD, "forward")  # the unit whose weights backward needs first

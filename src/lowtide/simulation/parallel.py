@@ -100,7 +100,8 @@ class Parallel:
         """Make the optimizer over this rank's share, with its states in place."""
         self._ledger.phase = "optimizer"
         with self._ledger:
-            self._optimizers = Optimizers(self._optimized_parameters(), self._job, self._ledger)
+            hidden = frozenset(id(p) for parameters in self._parameters.values() for p in parameters)
+            self._optimizers = Optimizers(self._optimized_parameters(), self._job, self._ledger, hidden)
         if self._job.optimizer_in_backward and not self._job.shards_gradients:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

@@ -109,7 +109,8 @@ class Zero3(Parallel):
     def _gather(self, name: str) -> None:
         if name in self._gathered:
             return
-        nbytes = sum(parameter.nbytes for parameter in self._units[name])
+        is_whole = self._job.data_ranks == 1  # the shard itself, as DeepSpeed's NoGatherHandle hands it out
+        nbytes = 0 if is_whole else sum(parameter.nbytes for parameter in self._units[name])
         self._send(nbytes)
         held = self._ledger.hold(nbytes, "communication", name, stream=_ALL_GATHER)
         self._gathered[name] = (held, self._traffic.time)

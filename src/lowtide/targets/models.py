@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from lowtide._torch import pytree
 from lowtide.compat import installed_version
 from lowtide.errors import CannotAuditError, InvalidValueError, LowtideError, MissingDependencyError, PlanError
 from lowtide.randomness import seeded
+from lowtide.targets.batches import CLASSIFIERS
 from lowtide.targets.job import DTYPES, LORA_TARGETS
 from lowtide.targets.live_module import unpickle
 from lowtide.targets.target import model_types
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 OLDEST_TRANSFORMERS = Version("5")
 """The step of an older model builds masks and experts in ways that the simulator was never compared with."""
+
+PLANNED_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", *CLASSIFIERS)
+"""The endings of the classes for which a plan makes a batch."""
 
 _WITH_BATCH, _WITH_OPTIONS = 2, 3
 """How many things a factory returns: model and batch; model, batch and options."""
@@ -197,7 +202,7 @@ def _require_transformers_5(model: nn.Module) -> None:
 
 def _build_without_weights(target: Target, job: Job) -> nn.Module:
     config = _configuration(target)
-    cls = _class_with_loss(config)
+    cls = _named_class(config, target.name) or _class_with_loss(config)
     if cls is None:
         raise PlanError(
             f"{config.model_type} has no model that computes a language-modelling loss: plan it as 'MODULE:FACTORY', "
@@ -266,6 +271,21 @@ def _class_with_loss(config: Any) -> type[nn.Module] | None:
     return None
 
 
+def _named_class(config: Any, name: str) -> type[nn.Module] | None:
+    """Return the class that the configuration names, if it computes a loss from a batch that a plan can make."""
+    transformers = importlib.import_module("transformers")
+    named = (getattr(config, "architectures", None) or [None])[0]
+    cls = None if named is None else getattr(transformers, named, None)
+    if cls is None or "labels" not in inspect.signature(cls.forward).parameters:
+        return None
+    if not named.endswith(PLANNED_HEADS):
+        raise PlanError(
+            f"{name}: its configuration names {named}, and a plan makes no batch for that. Plan it as "
+            "'MODULE:FACTORY', a function that returns (model, batch), or without `architectures`"
+        )
+    return cls  # type: ignore[no-any-return]
+
+
 def _class_for_audit(config: Any) -> type[nn.Module]:
     """Return the class that the configuration names, else the one with a language-modelling loss, else the bare one."""
     transformers = importlib.import_module("transformers")
@@ -299,7 +319,12 @@ def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
         peft = importlib.import_module("peft")
     except ImportError as error:
         raise MissingDependencyError("planning LoRA needs peft: pip install 'lowtide[hf]'") from error
-    config = peft.LoraConfig(r=job.lora, lora_alpha=job.lora, target_modules=_lora_targets(model, job.lora_targets))
+    config = peft.LoraConfig(
+        r=job.lora,
+        lora_alpha=job.lora,
+        lora_dropout=job.lora_dropout,
+        target_modules=_lora_targets(model, job.lora_targets),
+    )
     with _on_meta(job):
         adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
