@@ -14,6 +14,7 @@
 #   make mutants SEED=1 COUNT=10   breaks the engine on purpose, ten times; writes docs/mutants.json (ARGS="--room stores")
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about half an hour)
+#   make plans-measured   plans beside memory that others measured on GPUs (ten minutes; ARGS="4 11" for some of them)
 #   make docs    the documentation site, in site/
 #   make dist    wheel and source distribution, in dist/
 #   make dist-check   installs the wheel in a clean environment and uses it there
@@ -30,7 +31,7 @@ COUNT ?= 10
 PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans demo test test-all fuzz test-peers test-compat test-torch test-foreign mutants lint bench docs dist dist-check changelog hooks clean
+.PHONY: zoo plans plans-measured demo test test-all fuzz test-peers test-compat test-torch test-foreign mutants lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
 	$(BIN)/lowtide demo
@@ -87,6 +88,9 @@ plans: .venv/.dev
 	$(BIN)/python -m bench.plan_tables
 	$(BIN)/python bench/step_drawings.py
 	$(BIN)/python -m bench.planner_page
+
+plans-measured: .venv/.dev
+	$(BIN)/python -m bench.measured.compare $(ARGS)
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

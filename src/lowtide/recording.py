@@ -45,6 +45,8 @@ class Event(NamedTuple):
     owner: Owner
     moment: Moment
     seconds: float
+    stream: str = ""
+    """The stream that the bytes were allocated on, whose pool no other stream allocates from; empty for compute."""
 
 
 class Recorded(Protocol):

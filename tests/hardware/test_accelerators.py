@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from lowtide.errors import InvalidValueError
-from lowtide.hardware.accelerators import find_accelerator, load_table, match_accelerator
+from lowtide.hardware.accelerators import find_accelerator, load_table, match_accelerator, read_accelerator
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GIB = 2**30
 
@@ -40,18 +46,66 @@ def test_accelerators_are_found_in_any_spelling():
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
     ],
 )
 def test_a_driver_s_name_is_matched_by_its_words(name: str, row: str):
     assert match_accelerator(name, 20 * GIB).name == row
 
 
+SHEET = {
+    "name": "X1",
+    "memory": "10GiB",
+    "half_tflops": 100,
+    "single_tflops": 50,
+    "bandwidth_gb": 500,
+    "link_gb": 16,
+    "network_gb": 16,
+}
+
+
+def test_a_data_sheet_is_read_from_a_file(tmp_path: Path):
+    path = tmp_path / "sheet.json"
+    path.write_text(json.dumps(SHEET))
+    card = read_accelerator(path)
+    assert (card.name, card.memory, card.half_flops, card.source) == ("X1", 10 * GIB, 100e12, str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"link_gb": None}, "'link_gb' is wrong: None"),
+        ({"half_tflops": 0}, "'half_tflops' is wrong: 0"),
+        ({"half_tflops": True}, "'half_tflops' is wrong: True"),
+        ({"has_flash": "no"}, "'has_flash' is wrong: 'no'"),
+        ({"tflops": 1}, "unknown 'tflops'"),
+    ],
+)
+def test_a_wrong_data_sheet_is_refused(tmp_path: Path, change: dict[str, Any], reason: str):
+    path = tmp_path / "sheet.json"
+    path.write_text(json.dumps(SHEET | change))
+    with pytest.raises(InvalidValueError, match=reason):
+        read_accelerator(path)
+    path.write_text("[]")
+    with pytest.raises(InvalidValueError, match="must be one JSON object"):
+        read_accelerator(path)
+
+
+def test_an_unknown_accelerator_is_told_of_the_data_sheet():
+    with pytest.raises(InvalidValueError, match="--device-file"):
+        find_accelerator("X1")
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
         ("NVIDIA L40", 'device="L40S", and the memory of this one with budget='),
-        ("NVIDIA GH200 480GB", 'device="H200",'),
-        ("NVIDIA GB200", 'device="B200",'),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "device=,"),
         ("NVIDIA T400", "device=,"),
         ("NVIDIA L400", "device=,"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "device=,"),

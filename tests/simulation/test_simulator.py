@@ -137,14 +137,16 @@ def test_gradients_and_new_weights_that_ranks_exchange_take_time(engine: str):
     model = build(_target(LLAMA), Job(tokens=8))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     blocks = model.model.layers
-    if engine in ("zero3", "fsdp2"):  # gathered for forward, again for backward but for what stays, and reduced
+    if engine == "zero3":  # the model is so small that all of it is used again soon, and stays
+        traffic = 2 * weights
+    elif engine == "fsdp2":  # gathered for forward, again for backward but for what stays, and reduced
         stays = weights - sum(parameter.nbytes for block in blocks[:-1] for parameter in block.parameters())
         traffic = 3 * weights - stays
     else:
         traffic = 2 * weights
     job = Job(tokens=512, engine=engine, ranks=ranks)
     waits, hides = (Simulator(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
-    alone = traffic * (1 - 1 / ranks) / slow.network
+    alone = traffic * (1 - 1 / ranks) / slow.network_rate
     assert alone <= waits.seconds <= alone + hides.seconds
     assert waits.peak_bytes == hides.peak_bytes
 
@@ -154,7 +156,7 @@ def test_adapters_alone_are_exchanged():
     slow = dataclasses.replace(L40S, network=1e6)
     simulators = [Simulator(_target(LLAMA), job, card) for card in (slow, L40S)]
     waits, hides = (simulator.estimate("recompute", exact=True) for simulator in simulators)
-    alone = simulators[0].summary.trained * 4 / slow.network  # float32, two rounds of one half
+    alone = simulators[0].summary.trained * 4 / slow.network_rate  # float32, two rounds of one half
     assert alone <= waits.seconds <= alone + hides.seconds
 
 

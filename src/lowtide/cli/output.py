@@ -31,6 +31,7 @@ class Format(enum.StrEnum):
     TEXT = "text"
     JSON = "json"
     HTML = "html"
+    REPORT = "report"
     JUNIT = "junit"
     GITHUB = "github"
 

@@ -19,6 +19,7 @@ from lowtide.cli.plan_table import headline, print_largest, print_plan, table_of
 from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
+    from lowtide.hardware.accelerators import Accelerator
     from lowtide.planning import Candidate, Plan
     from lowtide.planning.max_fit import MaxFit
     from lowtide.planning.result import WayOut
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 _LIMITS = ("device", "budget", "host_budget", "calibration")
 _JOB = (
     *("batch_size", "images", "lora", "lora_dtype", "dtype", "masters", "optimizer", "optimizer_in_backward"),
-    *("attention", "ranks", "tp", "sp", "cp", "pp", "microbatches"),
+    *("attention", "ranks", "tp", "sp", "cp", "pp", "microbatches", "lora_dropout", "keep_output", "keep_gradients"),
+    *("expandable_segments", "reduce_dtype", "reshard", "units"),
 )
 """The options that `lowtide.plan` takes under the same names."""
 
@@ -39,13 +41,19 @@ def plan(
     images: options.Images = None,  # noqa: ARG001
     lora: options.Lora = None,
     lora_dtype: options.LoraDtype = "fp32",  # noqa: ARG001
+    lora_targets: options.LoraTargets = None,
+    lora_dropout: options.LoraDropout = 0.0,  # noqa: ARG001
     four_bit: options.FourBit = False,
     dtype: options.Dtype = None,  # noqa: ARG001
     masters: options.Masters = False,  # noqa: ARG001
     optimizer: options.Optimizer = "adamw",  # noqa: ARG001
     optimizer_in_backward: options.OptimizerInBackward = False,  # noqa: ARG001
     attention: options.Attention = "auto",  # noqa: ARG001
+    keep_gradients: options.KeepGradients = False,  # noqa: ARG001
+    keep_output: options.KeepOutput = False,  # noqa: ARG001
     device: options.Device = None,  # noqa: ARG001
+    device_file: options.DeviceFile = None,
+    expandable_segments: options.ExpandableSegments = False,  # noqa: ARG001
     budget: options.Budget = None,  # noqa: ARG001
     headroom: options.Headroom = None,
     host_budget: options.HostBudget = None,  # noqa: ARG001
@@ -57,12 +65,18 @@ def plan(
     cp: options.Cp = 1,  # noqa: ARG001
     pp: options.Pp = 1,  # noqa: ARG001
     microbatches: options.Microbatches = None,  # noqa: ARG001
+    reduce_dtype: options.ReduceDtype = None,  # noqa: ARG001
+    reshard: options.Reshard = True,  # noqa: ARG001
+    units: options.Units = "blocks",  # noqa: ARG001
+    reduce_bucket: options.ReduceBucket = None,
     policy: options.ThePolicy = None,
     longest: options.Longest = False,
     largest_batch: options.LargestBatch = False,
     exact: options.Exact = False,
     cache: options.Cache = True,
-    output: Annotated[Format, format_option("the plan", Format.TEXT, Format.JSON, Format.HTML)] = Format.TEXT,
+    output: Annotated[
+        Format, format_option("the plan", Format.TEXT, Format.JSON, Format.HTML, Format.REPORT)
+    ] = Format.TEXT,
     to: options.Output = None,
     serve: options.Serve = False,
     port: options.Port = 0,
@@ -95,7 +109,8 @@ def plan(
     refuse_unused(context, ("port",), "is for the page: give --serve too")
     _check_question(context, output, longest=longest, largest_batch=largest_batch, exact=exact)
     if lora is None:
-        refuse_unused(context, ("lora_dtype",), "is for adapters: give --lora 16 (or another rank)")
+        adapters = ("lora_dtype", "lora_targets", "lora_dropout")
+        refuse_unused(context, adapters, "is for adapters: give --lora 16 (or another rank)")
     check_output(to)
     settings = {name: context.params[name] for name in _JOB}
     settings |= {
@@ -103,7 +118,13 @@ def plan(
         "engine": engine.value if engine else None,
         "base": "4bit" if four_bit else "plain",
     }
+    if lora_targets is not None:
+        settings["lora_targets"] = tuple(filter(None, map(str.strip, lora_targets.split(","))))
+    if reduce_bucket is not None:
+        settings["reduce_bucket"] = reduce_bucket
     limits = {name: context.params[name] for name in _LIMITS}
+    if device_file is not None:
+        limits["device"] = _read_device(context, device_file)
     try:
         if longest or largest_batch:
             dimension = "tokens" if longest else "batch_size"
@@ -116,6 +137,17 @@ def plan(
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
+
+
+def _read_device(context: typer.Context, path: Path) -> Accelerator:
+    from lowtide.errors import LowtideError
+    from lowtide.hardware.accelerators import read_accelerator
+
+    refuse_unused(context, ("device",), "names the GPU, and so does --device-file: leave one of them out")
+    try:
+        return read_accelerator(path)
+    except LowtideError as error:
+        give_up(str(error))
 
 
 _ON_PAGE = ("model", "tokens", "device", "ranks", "engine", "lora", "optimizer", "batch_size")
@@ -202,9 +234,16 @@ def _show_plan(found: Plan, context: typer.Context, output: Format, to: Path | N
         console.print(headline(found))
         print_plan(found, console, [(_command_for(context, way), way) for way in found.ways_out])
     else:
-        text = {Format.JSON: found.to_json, Format.HTML: found.to_html}.get(output, found.__str__)()
-        write(text, to)
+        write(_formatted(found, output), to)
     return 0 if found.fits else 1
+
+
+def _formatted(plan: Plan, output: Format) -> str:
+    from lowtide.planning.report import report_of
+
+    if output is Format.REPORT:
+        return report_of(plan)
+    return {Format.JSON: plan.to_json, Format.HTML: plan.to_html}.get(output, plan.__str__)()
 
 
 _OPTIONS = {"base": "--4bit"}
@@ -218,7 +257,8 @@ def _command_for(context: typer.Context, way: WayOut) -> str:
     for parameter in context.command.params:
         name = parameter.name or ""
         if is_given(context, name) and name not in (*dropped, "model", "output", "to"):
-            words += _written(parameter.opts[0], context.params[name])
+            is_off = context.params[name] is False and parameter.secondary_opts
+            words += parameter.secondary_opts if is_off else _written(parameter.opts[0], context.params[name])
     for name, value in way.change.items():
         words += _written(_OPTIONS.get(name, f"--{name.replace('_', '-')}"), name == "base" or value)
     return shlex.join(words)

@@ -20,6 +20,7 @@ NOT_YET = "Not modelled yet."
 
 class EngineName(enum.StrEnum):
     DDP = "ddp"
+    FSDP1 = "fsdp1"
     FSDP2 = "fsdp2"
     ZERO1 = "zero1"
     ZERO2 = "zero2"
@@ -57,10 +58,24 @@ Images = Annotated[
 ]
 Lora = Annotated[int | None, _step(metavar="RANK", help="Rank of LoRA adapters. Default: full fine-tuning.")]
 LoraDtype = Annotated[str, _step(metavar="TYPE", help="Type of the adapters: fp32, which is PEFT's default, or bf16.")]
+LoraTargets = Annotated[
+    str | None,
+    _step(
+        metavar="NAMES",
+        help="Layers with adapters, by the ends of their names: q_proj,v_proj. Default: all seven of a block.",
+    ),
+]
+LoraDropout = Annotated[float, _step(metavar="P", min=0, max=1, help="The adapters' dropout.", show_default=False)]
 FourBit = Annotated[bool, _step("--4bit", help="The frozen base has 4-bit weights (QLoRA).")]
 Dtype = Annotated[str | None, _step(metavar="TYPE", help="Type of the weights: bf16, fp16 or fp32. Default: bf16.")]
 Masters = Annotated[bool, _step("--masters", help="The optimizer keeps float32 copies of the weights.")]
-Optimizer = Annotated[str, _step(metavar="NAME", help="adamw (fused), adamw_foreach, adamw8bit or sgd.")]
+Optimizer = Annotated[
+    str,
+    _step(
+        metavar="NAME",
+        help="adamw (fused), adamw_foreach, adamw8bit, paged_adamw8bit, adamw_offloaded, adafactor, muon, lion or sgd.",
+    ),
+]
 OptimizerInBackward = Annotated[
     bool,
     _step(
@@ -70,12 +85,28 @@ OptimizerInBackward = Annotated[
 ]
 Attention = Annotated[str, _step(metavar="NAME", help="auto, flash, efficient, cudnn or math.")]
 
+KeepGradients = Annotated[
+    bool,
+    _step("--keep-gradients", help="Gradients stay between steps: summed over batches, or set to zero and kept."),
+]
+KeepOutput = Annotated[
+    bool,
+    _step("--keep-output", help="The loop keeps what the model returned, logits too, until backward is over."),
+]
+
 Device = Annotated[
     str | None,
     _device(
         metavar="GPU",
         help=f"The GPU, in any spelling: {', '.join(GPUS)}. Default: this machine's.",
     ),
+]
+DeviceFile = Annotated[
+    Path | None, _device(metavar="FILE", help="The data sheet of another GPU, as JSON; see the page about plans.")
+]
+ExpandableSegments = Annotated[
+    bool,
+    _device("--expandable-segments", help="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set in training."),
 ]
 Budget = Annotated[str | None, _device(metavar="SIZE", help="Device memory to use, e.g. 44GiB. Default: all of it.")]
 Headroom = Annotated[
@@ -122,6 +153,20 @@ Cp = Annotated[
 Pp = Annotated[int, _ranks(metavar="N", min=1, help=f"Divide the layers among N ranks, in a pipeline. {NOT_YET}")]
 Microbatches = Annotated[
     int | None, _ranks(metavar="N", min=1, help=f"Batches that a pipeline takes per step. {NOT_YET}")
+]
+
+ReduceDtype = Annotated[
+    str | None,
+    _ranks(metavar="TYPE", help="FSDP2: the type in which gradients are reduced. Default with --masters: fp32."),
+]
+Reshard = Annotated[
+    bool, _ranks("--reshard/--no-reshard", help="FSDP2: free gathered weights after forward, or keep them.")
+]
+Units = Annotated[
+    str, _ranks(metavar="NAME", help="FSDP2: blocks, or ends if embeddings and head are units of their own.")
+]
+ReduceBucket = Annotated[
+    int | None, _ranks(metavar="N", min=1, help="ZeRO-3: elements of reduce_bucket_size. Default: 500000000.")
 ]
 
 ThePolicy = Annotated[

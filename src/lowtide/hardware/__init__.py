@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lowtide.hardware.accelerators import Accelerator, find_accelerator
+from lowtide.hardware.accelerators import Accelerator, find_accelerator, read_accelerator
 
-__all__ = ["Accelerator", "find_accelerator"]
+__all__ = ["Accelerator", "find_accelerator", "read_accelerator"]

@@ -34,6 +34,8 @@ class Efficiencies:
     attention_backward: float = 0.45
     memory: float = 0.85
     link: float = 0.80
+    network: float = 0.80
+    """Of all-gathers and reduce-scatters: about 360 of 450 GB/s in NVIDIA's nccl-tests on eight H100."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,16 @@ class Accelerator:
         """Return the bytes per second that copies to or from the host reach."""
         return self.link * self.efficiencies.link
 
+    @property
+    def is_measured(self) -> bool:
+        """Return whether the efficiencies are a measurement's, and not the typical ones of the table."""
+        return self.efficiencies not in (Efficiencies(), *(row.efficiencies for row in load_table()))
+
+    @property
+    def network_rate(self) -> float:
+        """Return the bytes per second that exchanges with a peer reach."""
+        return self.network * self.efficiencies.network
+
     def budgets(self, device: int | str | None, host: int | str | None) -> tuple[int, int]:
         """Return the bytes that a plan may use on the device and on the host, for each rank.
 
@@ -112,6 +124,11 @@ class Accelerator:
 
 # --- The table ------------------------------------------------------------------------------------------------------
 
+_TABLE = Path(__file__).parent / "accelerators.json"
+
+_FIGURES = ("half_tflops", "single_tflops", "bandwidth_gb", "link_gb", "network_gb")
+"""The fields of a row that are rates, all of them positive."""
+
 
 def resolve_accelerator(device: str | Accelerator | None, calibration: Path | str | None = None) -> Accelerator:
     """Return the accelerator that is named or given, or else this machine's; with a calibration file, as measured."""
@@ -125,7 +142,8 @@ def find_accelerator(name: str, calibration: Path | str | None = None) -> Accele
     """Look up an accelerator in the built-in table by name, in any spelling; with a calibration file, as measured."""
     rows = {normalize(row.name): row for row in load_table()}
     if normalize(name) not in rows:
-        raise InvalidValueError(unknown(name, [row.name for row in rows.values()], "accelerator"))
+        reason = unknown(name, [row.name for row in rows.values()], "accelerator")
+        raise InvalidValueError(f"{reason}. --device-file takes the data sheet of another one")
     found = rows[normalize(name)]
     return found if calibration is None else calibrated(found, calibration)
 
@@ -150,8 +168,36 @@ def calibrated(accelerator: Accelerator, path: Path | str) -> Accelerator:
 
 def load_table() -> list[Accelerator]:
     """Read the built-in accelerators."""
-    rows = json.loads((Path(__file__).parent / "accelerators.json").read_text())
-    return [_from_row(row) for row in rows]
+    return [_from_row(row) for row in json.loads(_TABLE.read_text())]
+
+
+def read_accelerator(path: Path | str) -> Accelerator:
+    """Read a data sheet: a JSON object with the fields of a row of the built-in table; `source` may be left out."""
+    try:
+        row = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(f"{path} is not a data sheet ({type(error).__name__}: {error})") from error
+    if not isinstance(row, dict):
+        raise InvalidValueError(f"{path} is not a data sheet: it must be one JSON object, like a row of {_TABLE.name}")
+    needed: dict[str, tuple[type, ...]] = {
+        "name": (str,),
+        "memory": (str, int),
+        **dict.fromkeys(_FIGURES, (int, float)),
+    }
+    optional: dict[str, tuple[type, ...]] = {"has_flash": (bool,), "source": (str,)}
+    for field, kinds in (needed | optional).items():
+        if field not in row:
+            if field in needed:
+                raise InvalidValueError(f"{path}: {field!r} is missing")
+            continue
+        value: Any = row[field]
+        if type(value) not in kinds or (field in _FIGURES and value <= 0):
+            raise InvalidValueError(f"{path}: {field!r} is wrong: {value!r}")
+    if unused := sorted(row.keys() - needed.keys() - optional.keys()):
+        raise InvalidValueError(
+            f"{path}: unknown {', '.join(map(repr, unused))}; known: {', '.join(needed | optional)}"
+        )
+    return _from_row({"source": str(path), **row})
 
 
 def _from_row(row: dict[str, Any]) -> Accelerator:
@@ -165,6 +211,7 @@ def _from_row(row: dict[str, Any]) -> Accelerator:
         network=row["network_gb"] * GIGA,
         has_flash=row.get("has_flash", True),
         source=row["source"],
+        efficiencies=Efficiencies(**row.get("efficiencies", {})),
     )
 
 
@@ -173,8 +220,8 @@ def _from_row(row: dict[str, Any]) -> Accelerator:
 _VARIANT_WORDS = frozenset({"laptop", "mobile", "max", "ti", "super", "d", "mig"})
 """Words that make a card's name mean a different card."""
 
-_SIMILAR = {"gh200": "H200", "gb200": "B200", "l40": "L40S"}
-"""Cards that are near in compute. Grace's link to its host is much faster, so offload costs less there than planned."""
+_SIMILAR = {"l40": "L40S", "h20": "H100"}
+"""Cards that are near in compute or in memory."""
 
 
 def this_accelerator() -> Accelerator:
@@ -197,7 +244,7 @@ def match_accelerator(name: str, memory: int) -> Accelerator:
     if not rows:
         raise InvalidValueError(
             f"{name!r} is not in Lowtide's table of accelerators: name a similar one with device={_similar(words)}, "
-            "and the memory of this one with budget="
+            "and the memory of this one with budget=, or give its data sheet with --device-file"
         )
     most_words = max(len(_words(row.name)) for row in rows)
     closest_names = (row for row in rows if len(_words(row.name)) == most_words)

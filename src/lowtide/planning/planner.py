@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import InvalidValueError
-from lowtide.hardware.accelerators import Efficiencies, margins_for, resolve_accelerator
+from lowtide.hardware.accelerators import margins_for, resolve_accelerator
 from lowtide.planning.result import INAPPLICABLE, Candidate, Plan, judge
 from lowtide.planning.solver import solve
 from lowtide.planning.ways_out import Question, find_ways_out
@@ -17,7 +17,7 @@ from lowtide.policy import Policy
 from lowtide.policy.rules import as_policy, joined
 from lowtide.simulation.cache import PROCESSES, CachedSimulator, process_for
 from lowtide.simulation.region_costs import region_policies
-from lowtide.targets.job import LORA_TARGETS, make_job
+from lowtide.targets.job import LORA_TARGETS, REDUCE_BUCKET, make_job
 from lowtide.targets.target import find_target
 from lowtide.units import format_bytes, parse_share
 
@@ -67,12 +67,20 @@ def plan(
     lora: int | None = None,
     lora_targets: Sequence[str] = LORA_TARGETS,
     lora_dtype: str = "fp32",
+    lora_dropout: float = 0.0,
     base: str = "plain",
     dtype: str | None = None,
     masters: bool = False,
     optimizer: str = "adamw",
     optimizer_in_backward: bool = False,
     attention: str = "auto",
+    keep_output: bool = False,
+    keep_gradients: bool = False,
+    expandable_segments: bool = False,
+    reduce_dtype: str | None = None,
+    units: str = "blocks",
+    reshard: bool = True,
+    reduce_bucket: int = REDUCE_BUCKET,
     budget: int | str | None = None,
     host_budget: int | str | None = None,
     calibration: Path | str | None = None,
@@ -114,6 +122,7 @@ def plan(
         lora=lora,
         lora_targets=(lora_targets,) if isinstance(lora_targets, str) else tuple(lora_targets),
         lora_dtype=lora_dtype,
+        lora_dropout=lora_dropout,
         base=base,
         optimizer=optimizer,
         optimizer_in_backward=optimizer_in_backward,
@@ -125,6 +134,13 @@ def plan(
         pp=pp,
         microbatches=microbatches,
         attention=attention,
+        keep_output=keep_output,
+        keep_gradients=keep_gradients,
+        expandable_segments=expandable_segments,
+        reduce_dtype=reduce_dtype,
+        units=units,
+        reshard=reshard,
+        reduce_bucket=reduce_bucket,
     )
     accelerator = resolve_accelerator(device, calibration)
     budgets = accelerator.budgets(budget, host_budget)
@@ -371,7 +387,7 @@ class _Planner:
             notes.append(self._simulator.warning)
         if too_long := summary.too_long(self._job.tokens):
             notes.append(too_long)
-        if self._accelerator.efficiencies == Efficiencies():
+        if not self._accelerator.is_measured:
             notes.append(
                 "seconds are estimated from data sheets, so the ranking is the claim: `lowtide calibrate` measures them"
             )

@@ -27,8 +27,10 @@ class Clock:
     """The time of every stream and of the link, in seconds."""
 
     link_bytes_per_second: float = 25e9
-    launch_seconds: float = 5e-6
-    """How long the host takes to submit a kernel or a copy."""
+    launch_seconds: float = 10e-6
+    """How long the host takes to submit a kernel or a copy: Python, the dispatcher, autograd and the driver."""
+    least_seconds: float = 3e-6
+    """How long a kernel takes at the least, however little it does."""
     host: float = 0.0
     """The host's own time: how far the program has come."""
     busy: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
@@ -41,6 +43,7 @@ class Clock:
 
     def kernel(self, seconds: float, kind: str) -> None:
         """Run a kernel on the current stream."""
+        seconds = max(seconds, self.least_seconds)
         self.host += self.launch_seconds
         self.current.time = max(self.current.time, self.host) + seconds
         self.busy[kind] += seconds

@@ -94,6 +94,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
             return _transfer_cost(operator_of(func), args, kwargs, out)
         kind = "memory"
     nbytes = sum(_touched(tensor) for tensor in here)
+    if out is None and isinstance(args[0], list):  # an operation on lists in place returns nothing, and writes all
+        nbytes += sum(_touched(tensor) for tensor in args[0])
     if operator_of(func) in _OVERWRITES and is_meta(args[0]):
         nbytes -= _touched(args[0])
     if kind.startswith("attention"):

@@ -38,6 +38,8 @@ def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any
     yield torch, "tensor", _tensor_through_the_dispatcher
     yield torch, "autocast", _autocast
     yield torch.nn.functional, "scaled_dot_product_attention", attention
+    if attention.device_type == "cuda":
+        yield torch.nn.functional, "dropout", _dropout
     yield torch.backends.cuda, "can_use_flash_attention", attention.can_use_flash
     yield attention_kernels, "META_STANDS_FOR", attention.device_type
     yield attention_kernels, "run_kernel", attention.counted(attention_kernels.run_kernel)
@@ -52,12 +54,24 @@ def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any
             yield module, "is_tracing", lambda *_: False
 
 
-_torch_tensor, _torch_autocast = torch.tensor, torch.autocast
+_torch_tensor, _torch_autocast, _torch_dropout = torch.tensor, torch.autocast, torch.nn.functional.dropout
 
 
 def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
     """Do nothing for meta tensors, which have no autocast. Models switch it off around parts that need precision."""
     return contextlib.nullcontext() if device_type == "meta" else _torch_autocast(device_type, *args, **kwargs)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:  # noqa: A002
+    """Drop numbers as CUDA's fused kernel does, which keeps a byte of mask for each.
+
+    On meta tensors, torch multiplies with noise as wide as the input and keeps that, as it does in place on a GPU.
+    Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`.
+    """
+    if inplace or not training or not 0 < p < 1 or not input.numel() or not input.is_meta:
+        return _torch_dropout(input, p, training, inplace)
+    out: torch.Tensor = torch.ops.aten.native_dropout(input, p, training)[0]
+    return out
 
 
 def _tensor_through_the_dispatcher(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lowtide.recording import peaks_by_moment, read_peak, read_timeline
-from lowtide.simulation.allocator import least_capacity, reserved_bytes
+from lowtide.simulation.allocator import least_capacity, least_expandable_capacity, requests_of, reserved_bytes
 from lowtide.stores.host_memory import pinned_for
 
 if TYPE_CHECKING:
@@ -61,11 +61,14 @@ def exact_estimate(policy: str, recording: Recording) -> Estimate:
         owners[owner.kind] = owners.get(owner.kind, 0) + size
         by_kind = regions.setdefault(owner.region, {})
         by_kind[owner.kind] = by_kind.get(owner.kind, 0) + size
-    reserved = reserved_bytes(recording.events)
+    requests = requests_of(recording)
+    expandable = recording.expandable_segments
+    reserved = reserved_bytes(requests, expandable=expandable)
+    least = least_expandable_capacity if expandable else least_capacity
     return Estimate(
         policy=policy,
         peak_bytes=peak.nbytes,
-        needed_bytes=least_capacity(recording.events, peak.nbytes, reserved),
+        needed_bytes=least(requests, peak.nbytes, reserved),
         reserved_bytes=reserved,
         host_bytes=pinned_for(recording.stored_bytes),
         seconds=recording.seconds,

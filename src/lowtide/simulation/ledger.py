@@ -9,6 +9,7 @@ virtual clock as well.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -24,6 +25,8 @@ from lowtide.simulation.costs import cost_of
 from lowtide.simulation.meta_tensors import MetaKernels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lowtide.hardware.accelerators import Rates
     from lowtide.simulation.clock import Clock
     from lowtide.simulation.costs import Cost
@@ -71,6 +74,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The bytes of weights that are kept in a different form (4 bits, a shard), by storage."""
         self.quantized: set[int] = set()
         """The storages of those weights that are unpacked for every product."""
+        self.stream = ""
+        """The stream that allocates now; empty for compute."""
         self._kernels = kernels or MetaKernels()
         self._numbers = itertools.count()
         self._known: dict[int, tuple[int, int, str, Owner]] = {}
@@ -98,13 +103,26 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = (number, 0, place, owner)
         self._write(-size, number, place, owner)
 
-    def hold(self, nbytes: int, kind: str, region: str | None = None) -> _Release:
+    def hold(self, nbytes: int, kind: str, region: str | None = None, *, stream: str = "") -> Release:
         """Count bytes that no tensor has (a workspace, a bucket, gathered weights) until the result is called."""
         owner = Owner(kind, self.moment.region if region is None else region)
         number = next(self._numbers)
         size = self._rounded(nbytes)
-        self._write(size, number, "device", owner)
-        return _Release(self, size, number, owner)
+        self._write(size, number, "device", owner, stream)
+        return Release(self, size, number, owner)
+
+    def charge_copy(self, nbytes: int) -> None:
+        """Charge compute for a copy within the device that reads and writes so many bytes."""
+        self.clock.kernel(nbytes / (self.rates.bandwidth * self.rates.memory), "memory")
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: str) -> Iterator[None]:
+        """Let tensors that are made inside be allocated on another stream than compute."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -148,14 +166,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = next(self._numbers)
         self._known[key] = (number, size, place, owner)
         weakref.finalize(storage, self._release, key).atexit = False
-        self._write(size, number, place, owner)
+        self._write(size, number, place, owner, self.stream)
 
     def _release(self, key: int) -> None:
         number, size, place, owner = self._known.pop(key)
         self._write(-size, number, place, owner)
 
-    def _write(self, change: int, number: int, place: str, owner: Owner) -> None:
-        self.events.append(Event(change, number, place, owner, self.moment, self.clock.compute.time))
+    def _write(self, change: int, number: int, place: str, owner: Owner, stream: str = "") -> None:
+        self.events.append(Event(change, number, place, owner, self.moment, self.clock.compute.time, stream))
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.rounding) * self.rounding
@@ -167,7 +185,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock.kernel(cost.seconds(self.rates), cost.kind)
 
 
-class _Release:
+class Release:
     """Gives held bytes back, once."""
 
     def __init__(self, ledger: Ledger, size: int, number: int, owner: Owner) -> None:

@@ -1,9 +1,7 @@
 """Models training engines: what they do to weights, gradients and the optimizer's states, in bytes and in traffic.
 
 DDP keeps all of them on every rank, and a second copy of the gradients in its buckets. ZeRO-1 shards the optimizer's
-states, ZeRO-2 the gradients too, ZeRO-3 and FSDP2 the weights as well: a region's weights are gathered while it runs
-(and the next one's ahead of time), its gradients exist until they are reduced, and what is outside all regions
-(embeddings, head) stays gathered from forward to the end of backward, as FSDP2's root does.
+states, and ZeRO-2 the gradients too. FSDP2 and ZeRO-3 shard the weights as well: `fsdp2` and `zero3` model them.
 
 Traffic has its own stream beside compute. A region's gradients are sent when its backward is over, each once, and the
 optimizer waits for the last of them. DDP sums them on all ranks (two rounds); where the optimizer's states are sharded,
@@ -40,11 +38,18 @@ That is bitsandbytes' NF4 without double quantization.
 class Parallel:
     """One rank's share of the model under the job's engine. The region tracker tells it where the step is."""
 
+    _masters_are_weights = False
+    """Whether float32 masters are the only form in which the engine keeps trained weights."""
+    _copies_masters = False
+    """Whether the optimizer works on copies of the weights even where those have the same type."""
+    _has_gradient_partition = False
+    """Whether reduced gradients lie in a buffer that is always there."""
+
     def __init__(self, model: nn.Module, job: Job, ledger: Ledger, accelerator: Accelerator | None) -> None:
         self._model = model
         self._job = job
         self._ledger = ledger
-        self._network = accelerator.network if accelerator else math.inf
+        self._network = accelerator.network_rate if accelerator else math.inf
         self._traffic = Stream(ledger.clock)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         regions = find_regions(model)
@@ -52,10 +57,18 @@ class Parallel:
         inside = {id(parameter) for parameters in self._parameters.values() for parameter in parameters}
         self._outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
         self._order = [region.name for region in regions]
-        self._gathered: dict[str, tuple[Any, float]] = {}
         self._shares: list[torch.nn.Parameter] = []
         self._sent: set[int] = set()
         self._hooks: list[Any] = []
+
+    def split_outside(self) -> tuple[list[Any], list[Any]]:
+        """Return the weights that come before the first region and those after it, in the model's order."""
+        outside = {id(parameter) for parameter in self._outside}
+        order = [id(parameter) for parameter in self._model.parameters()]
+        first = next((place for place, number in enumerate(order) if number not in outside), len(order))
+        early = set(order[:first])
+        before = [parameter for parameter in self._outside if id(parameter) in early]
+        return before, [parameter for parameter in self._outside if id(parameter) not in early]
 
     def claim_weights(self) -> None:
         """Count weights in the form in which the engine keeps them."""
@@ -76,7 +89,9 @@ class Parallel:
             self._ledger.quantized.add(key)
             self._ledger.stored_as[key] = math.ceil(parameter.numel() * BYTES_OF_4BIT)
         elif ranks > 1:
-            self._ledger.stored_as[key] = -(-parameter.nbytes // ranks)
+            is_wide = self._masters_are_weights and self._job.masters and parameter.requires_grad
+            nbytes = parameter.numel() * torch.float32.itemsize if is_wide else parameter.nbytes
+            self._ledger.stored_as[key] = -(-nbytes // ranks)
 
     def _region_of(self, module: str) -> str:
         return next((region for region in self._order if module == region or module.startswith(f"{region}.")), "")
@@ -85,7 +100,8 @@ class Parallel:
         """Make the optimizer over this rank's share, with its states in place."""
         self._ledger.phase = "optimizer"
         with self._ledger:
-            self._optimizers = Optimizers(self._optimized_parameters(), self._job, self._ledger)
+            hidden = frozenset(id(p) for parameters in self._parameters.values() for p in parameters)
+            self._optimizers = Optimizers(self._optimized_parameters(), self._job, self._ledger, hidden)
         if self._job.optimizer_in_backward and not self._job.shards_gradients:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -95,6 +111,13 @@ class Parallel:
             ]
         return self._optimizers
 
+    def make_gradients(self) -> None:
+        """Let gradients of earlier batches be there before the step begins."""
+        with self._ledger:
+            for parameter in self._trained:
+                parameter.grad = torch.zeros_like(parameter)
+                self._ledger.claim(parameter.grad, "gradients", "")
+
     def _optimized_parameters(self) -> list[torch.nn.Parameter]:
         """Return what the optimizer works on: the weights, their shards, or float32 masters of either."""
         if not self._job.shards_optimizer and not self._job.masters:
@@ -103,7 +126,7 @@ class Parallel:
         for parameter in self._trained:
             dtype = torch.float32 if self._job.masters else parameter.dtype
             share = torch.empty(-(-parameter.numel() // ranks), dtype=dtype, device=parameter.device)
-            if dtype is parameter.dtype:
+            if self._masters_are_weights or (dtype is parameter.dtype and not self._copies_masters):
                 self._ledger.exclude(share)  # the weights' own memory, or a part of it
             self._shares.append(torch.nn.Parameter(share))
         return self._shares
@@ -119,36 +142,24 @@ class Parallel:
         return self._job.optimizer_in_backward
 
     def begin_forward(self) -> None:
-        """Gather the weights outside all regions."""
-        if self._job.shards_weights:
-            self._gather("", self._outside)
+        """Prepare the weights outside all regions."""
 
     def enter(self, name: str, phase: str) -> None:
-        """Gather the weights of a region that is about to run, and begin with those of the next."""
-        if not self._job.shards_weights:
-            return
-        self._gather(name, self._parameters[name])
-        self._ledger.clock.compute.time = max(self._ledger.clock.compute.time, self._gathered[name][1])
-        step = 1 if phase == "forward" else -1
-        place = self._order.index(name) + step
-        if 0 <= place < len(self._order):
-            self._gather(self._order[place], self._parameters[self._order[place]])
+        """Prepare the weights of a region that is about to run."""
 
     def leave(self, name: str, phase: str) -> None:
-        """Free the gathered weights of a region that has run, and in backward reduce its gradients."""
-        is_last = name == self._order[-1]
-        if phase == "forward" and is_last:
-            return  # backward needs its weights first
-        self._free(name)
+        """Reduce the gradients of a region whose backward is over."""
         if phase == "backward":
             self._reduce(self._parameters[name])
 
     def end_backward(self) -> None:
         """Reduce the remaining gradients, and let compute wait for all traffic."""
-        for name in list(self._gathered):
-            self._free(name)
         self._reduce(self._trained)
         self._ledger.clock.compute.wait_stream(self._traffic)
+
+    def step_optimizer(self, optimizers: Optimizers) -> None:
+        """Take the optimizer's step after backward."""
+        optimizers.step_after_backward()
 
     def end_step(self) -> None:
         """Free the gradients after the optimizer's step; ranks that hold whole weights exchange the new ones."""
@@ -157,17 +168,6 @@ class Parallel:
         if self._job.shards_optimizer and not self._job.shards_weights:
             self._send(sum(parameter.nbytes for parameter in self._trained))
             self._ledger.clock.compute.wait_stream(self._traffic)
-
-    def _gather(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
-        if name in self._gathered:
-            return
-        nbytes = sum(parameter.nbytes for parameter in parameters)
-        self._send(nbytes)
-        self._gathered[name] = (self._ledger.hold(nbytes, "communication", name), self._traffic.time)
-
-    def _free(self, name: str) -> None:
-        if name in self._gathered:
-            self._gathered.pop(name)[0]()
 
     def _reduce(self, parameters: list[Any]) -> None:
         """Sum gradients over the ranks, and hand the optimizer its share of them."""
@@ -200,7 +200,8 @@ class Parallel:
             share = share_of[id(parameter)]
             if share.grad is None:
                 share.grad = torch.empty_like(share)
-                if share.dtype is parameter.dtype and not self._job.shards_gradients:
+                is_same = share.dtype is parameter.dtype and not self._job.shards_gradients
+                if is_same or self._has_gradient_partition:
                     self._ledger.exclude(share.grad)
                 self._ledger.claim(share.grad, "gradients")
             if self._job.shards_gradients:

@@ -30,8 +30,8 @@ from lowtide.simulation.attention import Attention
 from lowtide.simulation.clock import DEVICE, Clock
 from lowtide.simulation.collectives import Group
 from lowtide.simulation.device import simulated_device
+from lowtide.simulation.engines import make_parallel
 from lowtide.simulation.ledger import Ledger
-from lowtide.simulation.parallel import Parallel
 from lowtide.simulation.sequence_parallel import divided_heads, require_heads, require_whole_attention
 from lowtide.simulation.tensor_parallel import divide_weights, require_divisible, require_whole_head
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lowtide.regions import Region
     from lowtide.simulation.meta_tensors import MetaKernels
     from lowtide.simulation.optimizers import Optimizers
+    from lowtide.simulation.parallel import Parallel
     from lowtide.targets.job import Job
 
     MakeBatch = Callable[[nn.Module, torch.device], Any]
@@ -81,6 +82,8 @@ class Recording:
     """Whether every module that is to run in tiles, except the loss, was too short to be cut."""
     traffic: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     """Counts and bytes of what ranks that share a batch exchange, by phase and kind."""
+    expandable_segments: bool = False
+    """Whether the allocator's segments grow."""
 
 
 def simulate(
@@ -114,7 +117,7 @@ def record(
 ) -> Recording:
     """Run the step itself, inside a simulated device."""
     model.train()
-    with _shared_batch(model, job, policy, ledger, accelerator.network if accelerator else math.inf):
+    with _shared_batch(model, job, policy, ledger, accelerator.network_rate if accelerator else math.inf):
         return _record_rank(model, make_batch, job, policy, ledger, attention, accelerator)
 
 
@@ -127,11 +130,13 @@ def _record_rank(
     attention: Attention,
     accelerator: Accelerator | None,
 ) -> Recording:
-    parallel = Parallel(model, job, ledger, accelerator)
+    parallel = make_parallel(model, job, policy, ledger, accelerator)
     parallel.claim_weights()
     with ledger:
         batch = make_batch(model, ledger.device)
     optimizers = parallel.make_optimizer()
+    if job.keep_gradients:
+        parallel.make_gradients()
     # No probe: it compares numbers, and there are none. A real run makes it once, on a few tokens.
     applied = apply_policy(model, policy, probe=False)
     tracker = RegionTracker(ledger, find_regions(model), parallel)
@@ -145,7 +150,7 @@ def _record_rank(
         start, began = len(ledger.events), ledger.clock.compute.time
         for tensor in tensors_in(pytree.tree_leaves(batch)):
             ledger.claim(tensor, "batch", "")
-        _train(model, batch, ledger, tracker, parallel, optimizers)
+        _train(model, batch, ledger, tracker, parallel, optimizers, keep_output=job.keep_output)
         ended = ledger.clock.synchronize()
         report = applied.report()
     return Recording(
@@ -162,6 +167,7 @@ def _record_rank(
         left_alone=_left_alone(report),
         runs_whole=_runs_whole(model, report),
         traffic=ledger.traffic.to_dict(),
+        expandable_segments=job.expandable_segments,
     )
 
 
@@ -188,7 +194,7 @@ def resident_bytes(model: nn.Module, job: Job, accelerator: Accelerator) -> int:
     clock = Clock()
     ledger = Ledger(clock, accelerator.rates, DEVICE)
     with simulated_device(clock, Attention(job.attention)), _shared_batch(model, job, Policy(), ledger, math.inf):
-        parallel = Parallel(model, job, ledger, accelerator)
+        parallel = make_parallel(model, job, Policy(), ledger, accelerator)
         parallel.claim_weights()
         optimizers = parallel.make_optimizer()
         parallel.remove_hooks()
@@ -218,18 +224,24 @@ def _train(
     tracker: RegionTracker,
     parallel: Parallel,
     optimizers: Optimizers,
+    *,
+    keep_output: bool,
 ) -> None:
     ledger.phase = "forward"
     parallel.begin_forward()
-    loss = _find_loss(_call(model, batch))
+    output = _call(model, batch)
+    loss = _find_loss(output)
+    if not keep_output:
+        del output
     ledger.phase = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
+    output = None
     tracker.end_backward()
     parallel.end_backward()
     ledger.phase = "optimizer"
     if not parallel.steps_in_backward:
-        optimizers.step_after_backward()
+        parallel.step_optimizer(optimizers)
     parallel.end_step()
 
 

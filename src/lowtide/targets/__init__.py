@@ -8,6 +8,6 @@ from __future__ import annotations
 
 FORMS = (
     "a known name (Llama-3.1-8B), a name on the Hugging Face Hub (org/model), a config.json or the folder it is in, a "
-    "model type of transformers (llama), or MODULE:FACTORY"
+    "model type of transformers (llama), or MODULE:FACTORY (with arguments: MODULE:FACTORY?layers=4)"
 )
 """Every form in which a model can be named, in the words of `--help` and of error messages."""

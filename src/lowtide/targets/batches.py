@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 
+SEQUENCE_CLASSIFIER = "ForSequenceClassification"
+CLASSIFIERS = (SEQUENCE_CLASSIFIER, "ForTokenClassification")
+"""The endings of classes whose labels are classes, not tokens."""
+
 _RESERVED = 16
 """How many of the lowest token numbers are left out: tokenizers give them a special meaning."""
 
@@ -58,9 +62,17 @@ def put_on(device: torch.device, batch: Any) -> Any:
 
 
 def _text_batch(ids: torch.Tensor, model: nn.Module) -> dict[str, Any]:
-    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "labels": _labels(ids, model), "attention_mask": torch.ones_like(ids)}
     names = inspect.signature(_without_adapters(model).forward).parameters
     return batch if "attention_mask" in names else {name: batch[name] for name in ("input_ids", "labels")}
+
+
+def _labels(ids: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Return a class for each sequence or token that a classifier labels, else the tokens themselves."""
+    name = type(_without_adapters(model)).__name__
+    if name.endswith(SEQUENCE_CLASSIFIER):
+        return torch.zeros_like(ids[:, 0])
+    return torch.zeros_like(ids) if name.endswith(CLASSIFIERS) else ids.clone()
 
 
 def _token_ids(config: Any, job: Job, device: torch.device) -> torch.Tensor:

@@ -15,13 +15,28 @@ from lowtide.units import parse_tokens
 
 ENGINES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 
-OPTIMIZERS = ("adamw", "adamw_foreach", "adamw8bit", "sgd")
+OPTIMIZERS = (
+    "adamw",
+    "adamw_foreach",
+    "adamw8bit",
+    "paged_adamw8bit",
+    "adamw_offloaded",
+    "adafactor",
+    "muon",
+    "lion",
+    "sgd",
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 BASES = ("plain", "4bit")
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+UNITS = ("blocks", "ends")
+
+REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's default of `reduce_bucket_size`."""
 
 PARALLEL = {
     "tp": "tensor parallelism",
@@ -37,6 +52,15 @@ _CHOICES = {
     "base": BASES,
     "dtype": tuple(DTYPES),
     "lora_dtype": tuple(DTYPES),
+}
+
+
+_NEAREST_ENGINE = {
+    "fsdp": "say which one. Plan it with engine='fsdp2', which is the nearest of both",
+    "fsdp1": (
+        "its flat parameters, and how far it gathers ahead, are not counted. The nearest is engine='fsdp2', whose "
+        "shards are as large"
+    ),
 }
 
 
@@ -58,13 +82,26 @@ class Job:
     lora_targets: tuple[str, ...] = LORA_TARGETS
     lora_dtype: str = "fp32"
     """The type of the adapters. PEFT makes float32 ones by default."""
+    lora_dropout: float = 0.0
+    """The share of numbers that each adapter's dropout drops; its masks are kept for backward."""
     base: str = "plain"
     """`4bit`: frozen linear weights take half a byte each, and are unpacked for each product."""
     optimizer: str = "adamw"
-    """`adamw` is fused (transformers' default), `adamw_foreach` torch's default, which makes temporary copies."""
+    """`adamw` is fused (transformers' default), `adamw_foreach` torch's default, which makes temporary copies.
+
+    `optimizers` says what the others keep.
+    """
     optimizer_in_backward: bool = False
     """Whether each weight is updated as soon as its gradient is complete, and the gradient freed at once."""
     engine: str = "single"
+    reduce_dtype: str | None = None
+    """The type in which FSDP2 reduces gradients; None means float32 with `masters`, else that of the gradients."""
+    units: str = "blocks"
+    """FSDP2's units: `blocks`, and the root for all else, or `ends`, where embeddings and head are units as well."""
+    reshard: bool = True
+    """Whether FSDP2 frees gathered weights after forward (`reshard_after_forward`), to gather them again."""
+    reduce_bucket: int = REDUCE_BUCKET
+    """The elements of ZeRO-3's buffer for gradients that are to be reduced: DeepSpeed's `reduce_bucket_size`."""
     ranks: int = 1
     """All ranks. Those that `tp` and `pp` leave have different batches, or parts of one, and `engine` joins them."""
     tp: int = 1
@@ -78,22 +115,54 @@ class Job:
     microbatches: int | None = None
     """How many batches a pipeline takes through its stages before the optimizer's step; None means two per stage."""
     attention: str = "auto"
+    keep_output: bool = False
+    """Whether what the model returned lives through backward, as in a loop that binds it to a name."""
+    keep_gradients: bool = False
+    """Whether gradients are there all the time: summed over several batches, or set to zero instead of None."""
+    expandable_segments: bool = False
+    """Whether torch's allocator is set to grow its segments: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
     def __post_init__(self) -> None:
+        if self.engine in _NEAREST_ENGINE:
+            raise InvalidValueError(f"engine {self.engine!r} is not modelled: {_NEAREST_ENGINE[self.engine]}")
         for name, known in _CHOICES.items():
             chosen = getattr(self, name)
             if chosen not in known and (name, chosen) != ("dtype", None):
                 raise InvalidValueError(f"unknown {name} {chosen!r}; known: {', '.join(known)}")
-        for name in ("tokens", "batch_size", "ranks", *PARALLEL, "microbatches"):
+        for name in ("tokens", "batch_size", "ranks", *PARALLEL, "microbatches", "reduce_bucket"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.lora is not None and self.lora < 1:
-            raise InvalidValueError(f"lora is the rank of the adapters: it must be 1 or more, got {self.lora}")
-        if self.lora is None and (self.lora_dtype, self.lora_targets) != ("fp32", LORA_TARGETS):
-            raise InvalidValueError("lora_dtype and lora_targets are for adapters: give lora=16 (or another rank) too")
+        self._check_adapters()
         self._check_parallelism()
         self._check_engine()
+        self._check_engine_settings()
         check_modelled(self)
+
+    def _check_adapters(self) -> None:
+        if self.lora is not None and self.lora < 1:
+            raise InvalidValueError(f"lora is the rank of the adapters: it must be 1 or more, got {self.lora}")
+        if self.lora is None and (self.lora_dtype, self.lora_dropout, self.lora_targets) != (
+            "fp32",
+            0.0,
+            LORA_TARGETS,
+        ):
+            raise InvalidValueError(
+                "lora_dtype, lora_dropout and lora_targets are for adapters: give lora=16 (or another rank) too"
+            )
+        if not 0 <= self.lora_dropout < 1:
+            raise InvalidValueError(f"lora_dropout must be at least 0 and less than 1, got {self.lora_dropout}")
+
+    def _check_engine_settings(self) -> None:
+        if self.reduce_dtype is not None and (self.engine != "fsdp2" or self.reduce_dtype not in DTYPES):
+            raise InvalidValueError(
+                f"reduce_dtype={self.reduce_dtype!r} is FSDP2's (engine='fsdp2'), one of {', '.join(DTYPES)}"
+            )
+        if self.units not in UNITS or (self.units != "blocks" and self.engine != "fsdp2"):
+            raise InvalidValueError(f"units={self.units!r} is FSDP2's (engine='fsdp2'), one of {', '.join(UNITS)}")
+        if self.reduce_bucket != REDUCE_BUCKET and self.engine != "zero3":
+            raise InvalidValueError("reduce_bucket is a buffer of ZeRO-3: give engine='zero3' too")
+        if not self.reshard and self.engine != "fsdp2":
+            raise InvalidValueError("reshard=False is FSDP2's reshard_after_forward=False: give engine='fsdp2' too")
 
     def _check_parallelism(self) -> None:
         if self.ranks % self.shared_by:
@@ -114,7 +183,7 @@ class Job:
             raise InvalidValueError("microbatches are what a pipeline takes through its stages: give pp=2 or more too")
 
     def _check_engine(self) -> None:
-        if self.engine != "single" and self.data_ranks == 1:
+        if self.engine not in ("single", "zero3") and self.data_ranks == 1:
             rest = "" if self.ranks == 1 else f": {self.ranks} ranks leave none to share batches with"
             raise InvalidValueError(f"engine {self.engine!r} needs ranks=2 or more{rest}")
         if self.engine == "single" and self.data_ranks > 1:
@@ -217,6 +286,36 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
             f"{in_backward} with {job.engine}",
             "DeepSpeed's own optimizer steps after backward",
             "Plan it with engine='fsdp2'",
+        ),
+        (
+            job.keep_gradients and job.engine in ("zero1", "zero2"),
+            f"keep_gradients with {job.engine}",
+            "which of DeepSpeed's buffers stay between batches is not counted",
+            "Plan it with engine='zero3', whose gradients have a buffer of their own, or with ddp",
+        ),
+        (
+            job.optimizer == "muon" and job.shards_optimizer,
+            f"muon with {job.engine}",
+            "it needs whole matrices, which each of its sharded forms gathers in a way of its own",
+            "Plan it with one rank or with ddp",
+        ),
+        (
+            job.optimizer == "adafactor" and job.shards_optimizer,
+            f"adafactor with {job.engine}",
+            "its sums over rows and columns of sharded weights are not counted",
+            "Plan it with one rank or with ddp, or plan adamw8bit, which keeps more",
+        ),
+        (
+            job.optimizer in ("adafactor", "muon", "lion") and job.masters,
+            f"{job.optimizer} with masters",
+            "only AdamW's step on float32 masters is",
+            "Plan it without masters",
+        ),
+        (
+            job.keep_gradients and job.optimizer_in_backward,
+            "keep_gradients with optimizer_in_backward",
+            "a step in backward uses a gradient up at once",
+            "Plan one of them",
         ),
         (
             job.tp > 1 and job.lora is not None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from lowtide._torch import pytree
 from lowtide.compat import installed_version
 from lowtide.errors import CannotAuditError, InvalidValueError, LowtideError, MissingDependencyError, PlanError
 from lowtide.randomness import seeded
+from lowtide.targets.batches import CLASSIFIERS
 from lowtide.targets.job import DTYPES, LORA_TARGETS
 from lowtide.targets.live_module import unpickle
 from lowtide.targets.target import model_types
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 OLDEST_TRANSFORMERS = Version("5")
 """The step of an older model builds masks and experts in ways that the simulator was never compared with."""
+
+PLANNED_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", *CLASSIFIERS)
+"""The endings of the classes for which a plan makes a batch."""
 
 _WITH_BATCH, _WITH_OPTIONS = 2, 3
 """How many things a factory returns: model and batch; model, batch and options."""
@@ -100,15 +105,17 @@ def count_parameters(target: Target) -> int | None:
 
 
 def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Call `MODULE:FACTORY` and return its model, its batch (None without one) and its options."""
-    module, _, function = name.partition(":")
+    """Call `MODULE:FACTORY?name=value` and return its model, its batch (None without one) and its options."""
+    path, _, query = name.partition("?")
+    module, _, function = path.partition(":")
+    arguments = read_arguments(query, name)
     with current_folder_importable():
         try:
             factory = getattr(importlib.import_module(module), function)
         except (Exception, SystemExit) as error:  # whatever the user's module raises when it is imported
             raise PlanError(f"{name} cannot be imported: {error}") from error
         try:
-            made = factory()
+            made = factory(**arguments)
         except LowtideError:
             raise
         except (Exception, SystemExit) as error:
@@ -124,6 +131,30 @@ def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         )
     batch = parts[1] if len(parts) >= _WITH_BATCH else None
     return parts[0], batch, parts[2] if len(parts) == _WITH_OPTIONS else {}
+
+
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def read_arguments(query: str, name: str) -> dict[str, Any]:
+    """Read a factory's arguments from `layers=4&seq=8192`: numbers, true, false and none; all else is text."""
+    arguments: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier() or key in arguments:
+            reason = "is given twice" if key in arguments else "is not an argument"
+            raise InvalidValueError(f"{name}: {part!r} {reason}: write MODULE:FACTORY?layers=4&seq=8192")
+        arguments[key] = _argument_value(value)
+    return arguments
+
+
+def _argument_value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text
 
 
 @contextlib.contextmanager
@@ -177,7 +208,7 @@ def _require_transformers_5(model: nn.Module) -> None:
 
 def _build_without_weights(target: Target, job: Job) -> nn.Module:
     config = _configuration(target)
-    cls = _class_with_loss(config)
+    cls = _named_class(config, target.name) or _class_with_loss(config)
     if cls is None:
         raise PlanError(
             f"{config.model_type} has no model that computes a language-modelling loss: plan it as 'MODULE:FACTORY', "
@@ -246,6 +277,21 @@ def _class_with_loss(config: Any) -> type[nn.Module] | None:
     return None
 
 
+def _named_class(config: Any, name: str) -> type[nn.Module] | None:
+    """Return the class that the configuration names, if it computes a loss from a batch that a plan can make."""
+    transformers = importlib.import_module("transformers")
+    named = (getattr(config, "architectures", None) or [None])[0]
+    cls = None if named is None else getattr(transformers, named, None)
+    if cls is None or "labels" not in inspect.signature(cls.forward).parameters:
+        return None
+    if not named.endswith(PLANNED_HEADS):
+        raise PlanError(
+            f"{name}: its configuration names {named}, and a plan makes no batch for that. Plan it as "
+            "'MODULE:FACTORY', a function that returns (model, batch), or without `architectures`"
+        )
+    return cls  # type: ignore[no-any-return]
+
+
 def _class_for_audit(config: Any) -> type[nn.Module]:
     """Return the class that the configuration names, else the one with a language-modelling loss, else the bare one."""
     transformers = importlib.import_module("transformers")
@@ -279,7 +325,12 @@ def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
         peft = importlib.import_module("peft")
     except ImportError as error:
         raise MissingDependencyError("planning LoRA needs peft: pip install 'lowtide[hf]'") from error
-    config = peft.LoraConfig(r=job.lora, lora_alpha=job.lora, target_modules=_lora_targets(model, job.lora_targets))
+    config = peft.LoraConfig(
+        r=job.lora,
+        lora_alpha=job.lora,
+        lora_dropout=job.lora_dropout,
+        target_modules=_lora_targets(model, job.lora_targets),
+    )
     with _on_meta(job):
         adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():

@@ -6,7 +6,7 @@
 | a name on the Hugging Face Hub | `org/model`: the local cache is asked first; only the configuration is downloaded |
 | a configuration, or the folder it is in | `./model/config.json`, `./model` |
 | a model type of transformers | `llama` |
-| a function of your own | `MODULE:FACTORY`; modules of the current folder are found |
+| a function of your own | `MODULE:FACTORY`, `MODULE:FACTORY?layers=4`; modules of the current folder are found |
 
 `find_target` is the only place that reads these forms, so `lowtide plan` and `lowtide audit` take the same words and
 refuse the same ones with the same message. What it returns, a `Target`, is still data: it goes to another process and
@@ -76,8 +76,8 @@ def find_target(model: nn.Module | str | Path | Any, batch: Any = None) -> Targe
 
 
 def is_factory(name: str) -> bool:
-    """Tell whether a name has the form `MODULE:FACTORY`: a module as it is imported, and a name in it."""
-    module, _, function = name.partition(":")
+    """Tell whether a name has the form `MODULE:FACTORY`, with or without `?name=value` arguments behind it."""
+    module, _, function = name.partition("?")[0].partition(":")
     return all(part.isidentifier() for part in (*module.split("."), function)) and not Path(name).exists()
 
 
