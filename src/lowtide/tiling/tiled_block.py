@@ -34,6 +34,7 @@ from lowtide.tiling.attention_call import seen_by
 from lowtide.tiling.attention_kernels import Rows, as_autocast_would, has_kernel
 from lowtide.tiling.block_arguments import BlockArguments
 from lowtide.tiling.key_values import KeyValueGrads, fused_attention, hand_out, some_keys
+from lowtide.tiling.repacking import refuse_repacking
 from lowtide.tiling.tile import TokenGrid
 from lowtide.tiling.tiled_function import TiledFunction
 from lowtide.tiling.tiler import run_tiles
@@ -160,6 +161,7 @@ def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSet
     """Run a block's forward on its named arguments in tiles. Raises `CannotCutError` if that cannot be done."""
     hidden = next(iter(named.values()))
     batch, length = hidden.shape[:2]
+    refuse_repacking(tiled.module, hidden)
     arguments = BlockArguments(named, length)
     del named, hidden
     tensors = arguments.take()
@@ -271,7 +273,7 @@ class _Block:
         with self._seeded(index, rows):
             call = attention_call(self._tiled.function, self._arguments.filled(rows))
         key, value = as_autocast_would(call.key, call.value) if call.is_sdpa else (call.key, call.value)
-        return key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
+        return _with_plain_grad(key).permute(2, 0, 1, 3), _with_plain_grad(value).permute(2, 0, 1, 3)
 
     def _second_tile(self, index: int, key: torch.Tensor, value: torch.Tensor, *rows: torch.Tensor) -> Any:
         attention = _TileAttention(self, index, key[0], value[0])
@@ -283,7 +285,7 @@ class _Block:
             raise CannotCutError(f"it computes attention {attention.calls} times")
         if any(shape[:2] != expected for shape in shapes):
             raise CannotCutError(f"it returns tensors of shapes {shapes} for {expected[0]} x {expected[1]} tokens")
-        return tree.unflatten([output.movedim(1, 0) for output in outputs])
+        return tree.unflatten([_with_plain_grad(output).movedim(1, 0) for output in outputs])
 
     def _seeded(self, index: int, rows: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._seeds is None else seeded_like(self._seeds[index], *rows)
@@ -291,6 +293,16 @@ class _Block:
     def keep(self, index: int) -> Keep | None:
         """Return what keeps the attention of a tile, if it is kept."""
         return None if self._settings.keep is None else self._settings.keep(index)
+
+
+def _with_plain_grad(output: torch.Tensor) -> torch.Tensor:
+    """Return an output whose gradient arrives as in the whole block: contiguous, not with tokens first.
+
+    Backwards of quantized layers view it as a matrix.
+    """
+    if output.requires_grad:
+        output.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
