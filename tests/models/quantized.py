@@ -35,19 +35,27 @@ def plain(dtype: torch.dtype = torch.float32, **sizes: int) -> nn.Module:
 def _loaded(config: object, dtype: torch.dtype, sizes: dict[str, int]) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         plain(dtype, **sizes).save_pretrained(folder)
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
+        return load(folder, config, dtype)
+
+
+def load(folder: str, config: object, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Load a model that was saved, and quantize it. Ranks load what their parent saved: only the first would save."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
 
 def nf4(dtype: torch.dtype, *, double: bool = True, storage: str = "uint8", **sizes: int) -> nn.Module:
     pytest.importorskip("bitsandbytes")
-    config = transformers.BitsAndBytesConfig(
+    return _loaded(nf4_config(dtype, double=double, storage=storage), dtype, sizes)
+
+
+def nf4_config(dtype: torch.dtype = torch.float32, *, double: bool = True, storage: str = "uint8") -> object:
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=double,
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=storage,
     )
-    return _loaded(config, dtype, sizes)
 
 
 def int8(dtype: torch.dtype, **sizes: int) -> nn.Module:
