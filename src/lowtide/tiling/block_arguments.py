@@ -2,8 +2,9 @@
 
 Which dimension of an argument counts tokens is told by its name and shape, as transformers' blocks have them: hidden
 states have it second, masks and position embeddings last but one, position ids last. What belongs to another sequence
-(an encoder's states) or has no row per token is the same for every tile, and so are the bounds of packed sequences. A tensor that has as many of something else as
-there are tokens is cut there as well, and the trial tells whether that was right; one that has it twice is refused.
+(an encoder's states) or has no row per token is the same for every tile, and so are the bounds of packed sequences. A
+tensor that has as many of something else as there are tokens is cut there as well, and the trial tells whether that was
+right; one that has it twice is refused.
 """
 
 from __future__ import annotations

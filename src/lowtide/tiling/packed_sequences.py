@@ -1,9 +1,9 @@
 """Knows where the sequences lie that are packed into one, and hands a tile those that it sees.
 
 transformers' flash attention is told the bounds of sequences (`cu_seq_lens_q`, `cu_seq_lens_k` and the greatest
-lengths), or finds them in position ids that begin anew. Both are facts about the whole batch: a tile's part of them says
-nothing. So the bounds are taken from the whole, and each tile's attention is told the sequences that its tokens lie in:
-their keys, of the first one also those before the tile.
+lengths), or finds them in position ids that begin anew. Both are facts about the whole batch, of which a tile's part
+says nothing. So the bounds are taken from the whole, and each tile's attention is told the sequences that its tokens
+lie in: their keys, of the first one also those before the tile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def bounds_in(options: Mapping[str, Any], length: int) -> list[int] | None:
         raise CannotCutError(f"its {BOUNDS[0]} have no values")
     bounds: list[int] = queries.tolist()
     if bounds != keys.tolist() or bounds[:1] != [0] or bounds[-1] != length:
-        raise CannotCutError(f"its {BOUNDS[0]} and {BOUNDS[1]} are not the bounds of {length} tokens, for both alike")
+        raise CannotCutError(f"its {BOUNDS[0]} and {BOUNDS[1]} are not the bounds of its tokens, for both alike")
     return list(dict.fromkeys(bounds))
 
 
@@ -51,7 +51,8 @@ def bounds_of(positions: torch.Tensor) -> list[int] | None:
 
 def sample_bounds(bounds: torch.Tensor, count: int) -> torch.Tensor:
     """Return the bounds of the first `count` tokens."""
-    return torch.unique(bounds.detach().clamp(max=count))
+    first: torch.Tensor = bounds.detach().clamp(max=count).unique()
+    return first
 
 
 class SeenSequences(NamedTuple):
@@ -76,4 +77,8 @@ class SeenSequences(NamedTuple):
         both = (self.queries_at, self.keys_at)
         told = [torch.tensor(at, dtype=torch.int32, device=device) for at in both]
         longest = [max(end - start for start, end in pairwise(at)) for at in both]
-        return {**dict(zip(BOUNDS, told, strict=True)), **dict(zip(_LONGEST, longest, strict=True)), "position_ids": None}
+        return {
+            **dict(zip(BOUNDS, told, strict=True)),
+            **dict(zip(_LONGEST, longest, strict=True)),
+            "position_ids": None,
+        }
