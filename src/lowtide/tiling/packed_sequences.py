@@ -51,8 +51,7 @@ def bounds_of(positions: torch.Tensor) -> list[int] | None:
 
 def sample_bounds(bounds: torch.Tensor, count: int) -> torch.Tensor:
     """Return the bounds of the first `count` tokens."""
-    first: torch.Tensor = bounds.detach().clamp(max=count).unique()
-    return first
+    return torch.tensor(sorted(set(bounds.clamp(max=count).tolist())), dtype=bounds.dtype, device=bounds.device)
 
 
 class SeenSequences(NamedTuple):
