@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import re
@@ -61,6 +62,13 @@ def plan(
         str | None,
         typer.Option(
             help="Tokens per sequence: 131072 or 128k. Default: 8k; with MODULE:FACTORY, as long as its batch."
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plan a data set: a file with the tokens of one sequence in each line. What fits is the longest; the "
+            "mean step is told, too."
         ),
     ] = None,
     device: Annotated[
@@ -146,6 +154,10 @@ def plan(
     from lowtide.targets.target import is_factory
 
     _check_question(context, output, longest=longest, largest_batch=largest_batch, exact=exact)
+    if lengths is not None:
+        refuse_unused(context, ("tokens", "longest", "largest_batch"), "and --lengths are two questions: ask one")
+        if is_factory(model):
+            give_up("--lengths makes batches itself: it is for models that are planned by name")
     if lora is None:
         refuse_unused(context, ("lora_dtype",), "is for adapters: give --lora 16 (or another rank)")
     check_output(to)
@@ -176,13 +188,19 @@ def plan(
     }
     tokens = "8k" if tokens is None and not is_factory(model) else tokens
     try:
+        if lengths is not None:
+            from lowtide.planning.lengths import longest_of, read_lengths
+
+            found = read_lengths(lengths)
+            tokens = str(longest_of(found, sp * cp))
         if longest or largest_batch:
             figure = "tokens" if longest else "batch_size"
             code = _find_largest(
                 model, tokens, settings, limits, policy, figure=figure, cache=cache, output=output, to=to
             )
         else:
-            code = _plan(model, tokens, settings | limits, policy, exact=exact, cache=cache, output=output, to=to)
+            asked: dict[str, Any] = {"lengths": found if lengths else None, "exact": exact, "cache": cache}
+            code = _plan(model, tokens, settings | limits, policy, **asked, output=output, to=to)
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
@@ -226,6 +244,7 @@ def _plan(
     settings: dict[str, Any],
     policy: str | None,
     *,
+    lengths: list[int] | None,
     exact: bool,
     cache: bool,
     output: Format,
@@ -235,6 +254,11 @@ def _plan(
 
     with progress_bar(Console(stderr=True), "building the model") as show:
         found = make_plan(model, tokens=tokens, policy=policy, exact=exact, cache=cache, progress=show, **settings)
+        if lengths is not None:
+            from lowtide.planning.lengths import step_of
+
+            step = step_of(found, model, lengths, cache=cache)
+            found = dataclasses.replace(found, notes=[str(step), *found.notes], mean_step=step.to_dict())
     if output is Format.TEXT and to is None:
         _print_plan(found)
     else:

@@ -72,6 +72,8 @@ class Plan:
     """The fastest that fits; None if none does."""
     notes: list[str]
     """What a reader should know about how the figures were made."""
+    mean_step: dict[str, Any] | None = None
+    """What a step takes on average, if a data set's own lengths were planned."""
 
     @property
     def fits(self) -> bool:
