@@ -6,6 +6,10 @@ computes by itself: bit by bit where the arithmetic is the same.
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +20,7 @@ from models import quantized
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
 
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "quantized.md"
 TILES = ["recompute+tile(mlp, tokens=8)", "recompute+tile(attention, loss, tokens=8, loss_tokens=8)"]
 ALL_TILES = [
     *TILES,
@@ -97,7 +102,7 @@ def test_tiles_in_low_precision_are_as_exact_as_the_whole(name, dtype, dora):
     whole = mean_error(lambda ids: quantized.step(model, ids))
     for policy in ALL_TILES:
         error = mean_error(lambda ids, policy=policy: in_tiles(model, policy, ids))
-        assert error < 1.5 * whole, policy
+        assert error < 1.25 * whole, policy
 
 
 # --- Layers of bitsandbytes that pack their weights anew in evaluation ----------------------------------------------
@@ -124,6 +129,22 @@ def test_a_trial_does_not_pack_weights_anew():
         in_tiles(model, policy, ids)
         assert not any(are_packed(layers)), policy
         assert all(torch.equal(layer.weight.data, weight) for layer, weight in zip(layers, weights, strict=True))
+
+
+def test_an_evaluation_takes_gradients_away_without_lowtide():
+    """What the page says of bitsandbytes itself. If this fails, tell its readers that it is mended."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if not functional.has_avx512bf16():
+        pytest.skip("weights are packed on CPUs with AVX512-BF16")
+    model, ids = quantized.adapted(quantized.nf4(torch.bfloat16)), quantized.tokens()
+    expected = quantized.step(model, ids)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+    model.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "bitsandbytes::gemv_4bit: an autograd kernel was not registered")
+        assert quantized.error(quantized.step(model, ids), expected) == pytest.approx(0.38, abs=0.01)
 
 
 def test_blocks_in_evaluation_that_tiles_would_pack_are_refused():
@@ -188,6 +209,15 @@ def test_weight_gradients_in_tiles_are_as_exact_as_the_whole(name, spread):
         assert distance(cut["x"], whole["x"]) < 1e-6
         error, untiled = (distance(found["weights"], exact["weights"]) for found in (cut, whole))
         assert error < 1.05 * untiled, (tiles, error, untiled)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_page_shows_these_errors(name):
+    (shown,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    exact, whole, in_8 = errors_of(name, "even", 8)
+    *_, in_32 = errors_of(name, "even", 32)
+    errors = [100 * distance(found["weights"], exact["weights"]) for found in (whole, in_8, in_32)]
+    assert [float(figure.removesuffix("%")) for figure in shown.split("|")] == pytest.approx(errors, abs=0.1)
 
 
 def test_scales_over_the_tokens_of_a_tile_round_differently():
