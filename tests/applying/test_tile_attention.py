@@ -526,15 +526,6 @@ def test_a_flash_package_gets_the_keys_up_to_the_end_of_a_tile(flash_llama, ever
         assert all(tiles.tiles > 1 for tiles in blocks_of(applied))
 
 
-@pytest.mark.parametrize("lengths", [(15, 8), (22, 1), (1, 1, 21)])
-def test_packed_sequences_that_a_flash_package_tells_by_positions_are_refused(flash_llama, lengths):
-    model, batch = flash_llama
-    ids = batch["input_ids"][:, : sum(lengths)]
-    positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(ids)
-    with lowtide.apply(model, POLICY), pytest.raises(NotTokenWiseError, match="position_ids that are not in order"):
-        model(input_ids=ids, position_ids=positions)
-
-
 class LooksAround(nn.Module):
     """Adds the mean of all tokens, times a little."""
 

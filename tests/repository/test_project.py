@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import tomllib
@@ -62,13 +63,21 @@ NEEDS_TRANSFORMERS_5 = pytest.mark.skipif(
 )
 
 
+NEEDS_BITSANDBYTES = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="a 4-bit base needs bitsandbytes"
+)
+
+
 def python_blocks() -> list:
     return [
         pytest.param(
             block["code"],
             block["output"],
             id=f"{page.relative_to(ROOT)}:{number}",
-            marks=[NEEDS_TRANSFORMERS_5] if "lowtide.plan(" in block["code"] else [],
+            marks=[
+                *([NEEDS_TRANSFORMERS_5] if "lowtide.plan(" in block["code"] else []),
+                *([NEEDS_BITSANDBYTES] if "BitsAndBytesConfig" in block["code"] else []),
+            ],
         )
         for page in PAGES
         for number, block in enumerate(CODE.finditer(page.read_text()), start=1)

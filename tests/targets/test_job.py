@@ -16,6 +16,7 @@ from lowtide.targets.job import Job, make_job, parse_images
         ({"tokens": 8, "ranks": 4}, "4 ranks need an engine"),
         ({"tokens": 8, "engine": "ddp"}, "needs ranks=2 or more"),
         ({"tokens": 8, "base": "4bit"}, "cannot be trained itself"),
+        ({"base": "4bit", "lora": 8, "engine": "zero3", "ranks": 2}, "a 4-bit base with zero3 is not modelled"),
         ({"tokens": 8, "lora": 0}, "rank of the adapters"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shlex
 import threading
@@ -37,9 +38,10 @@ def plan(
     context: typer.Context,
     model: options.Model = None,
     tokens: options.Tokens = None,
+    lengths: options.Lengths = None,
     batch_size: options.BatchSize = 1,  # noqa: ARG001  (this and other settings of the job are read from the context)
     images: options.Images = None,  # noqa: ARG001
-    lora: options.Lora = None,
+    lora: options.Lora = None,  # noqa: ARG001
     lora_dtype: options.LoraDtype = "fp32",  # noqa: ARG001
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = 0.0,  # noqa: ARG001
@@ -61,8 +63,8 @@ def plan(
     ranks: options.Ranks = None,  # noqa: ARG001
     engine: options.Engine = None,
     tp: options.Tp = 1,  # noqa: ARG001
-    sp: options.Sp = 1,  # noqa: ARG001
-    cp: options.Cp = 1,  # noqa: ARG001
+    sp: options.Sp = 1,
+    cp: options.Cp = 1,
     pp: options.Pp = 1,  # noqa: ARG001
     microbatches: options.Microbatches = None,  # noqa: ARG001
     reduce_dtype: options.ReduceDtype = None,  # noqa: ARG001
@@ -108,9 +110,8 @@ def plan(
         give_up("name a MODEL, or open the page to plan in with --serve")
     refuse_unused(context, ("port",), "is for the page: give --serve too")
     _check_question(context, output, longest=longest, largest_batch=largest_batch, exact=exact)
-    if lora is None:
-        adapters = ("lora_dtype", "lora_targets", "lora_dropout")
-        refuse_unused(context, adapters, "is for adapters: give --lora 16 (or another rank)")
+    if lengths is not None and is_factory(model):
+        give_up("--lengths makes batches itself: it is for models that are planned by name")
     check_output(to)
     settings = {name: context.params[name] for name in _JOB}
     settings |= {
@@ -133,7 +134,8 @@ def plan(
         else:
             room = {} if headroom is None else {"headroom": headroom}
             asked = {**settings, **limits, **room, "policy": policy, "exact": exact, "cache": cache}
-            code = _show_plan(_make_plan(model, asked), context, output, to)
+            made = _make_plan(model, asked) if lengths is None else _plan_lengths(model, asked, lengths, sp * cp)
+            code = _show_plan(made, context, output, to)
     except LowtideError as error:
         give_up(str(error))
     raise typer.Exit(code)
@@ -194,6 +196,11 @@ def _check_question(context: typer.Context, output: Format, *, longest: bool, la
         refuse_unused(context, ("tokens",), "is what --longest finds: leave one of them out")
     if largest_batch:
         refuse_unused(context, ("batch_size",), "is what --largest-batch finds: leave one of them out")
+    if is_given(context, "lengths"):
+        refuse_unused(context, ("tokens", "longest", "largest_batch"), "and --lengths are two questions: ask one")
+    if not is_given(context, "lora"):
+        adapters = ("lora_dtype", "lora_targets", "lora_dropout")
+        refuse_unused(context, adapters, "is for adapters: give --lora 16 (or another rank)")
 
 
 def calibrate(
@@ -226,6 +233,18 @@ def _make_plan(model: str, asked: dict[str, Any]) -> Plan:
 
     with progress_bar(console, "building the model", above=rows) as show:
         return make_plan(model, suggest=True, progress=show, on_candidate=known.append, **asked)
+
+
+def _plan_lengths(model: str, asked: dict[str, Any], path: Path, parts: int) -> Plan:
+    """Plan the longest sequence of a data set, and find what its steps take on average."""
+    from lowtide.planning.lengths import longest_of, read_lengths, step_of
+
+    lengths = read_lengths(path)
+    found = _make_plan(model, {**asked, "tokens": str(longest_of(lengths, parts))})
+    if found.shown is None:
+        return found
+    step = step_of(found, found.shown.policy, model, lengths, cache=asked["cache"])
+    return dataclasses.replace(found, notes=[str(step), *found.notes], mean_step=step.to_dict())
 
 
 def _show_plan(found: Plan, context: typer.Context, output: Format, to: Path | None) -> int:

@@ -50,6 +50,14 @@ Tokens = Annotated[
         metavar="N", help="Tokens per sequence: 131072 or 128k. Default: 8k; with MODULE:FACTORY, as long as its batch."
     ),
 ]
+Lengths = Annotated[
+    Path | None,
+    _step(
+        metavar="FILE",
+        help="Plan a data set: a file with the tokens of one sequence in each line. What fits is the longest; the mean "
+        "step is told, too.",
+    ),
+]
 BatchSize = Annotated[
     int, _step(metavar="N", min=1, help="Sequences per rank, or per group of ranks that share a batch.")
 ]

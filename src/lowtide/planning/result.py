@@ -102,6 +102,8 @@ class Plan:
     """What a reader should know about how the figures were made."""
     ways_out: list[WayOut] = dataclasses.field(default_factory=list)
     """Where nothing fits: changes to the question with which something does."""
+    mean_step: dict[str, Any] | None = None
+    """What a step takes on average, if a data set's own lengths were planned."""
 
     @property
     def fits(self) -> bool:

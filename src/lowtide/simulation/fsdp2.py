@@ -105,7 +105,7 @@ class Fsdp2(Parallel):
             self._reducing = None
 
     def _nbytes(self, name: str) -> int:
-        return sum(parameter.nbytes for parameter in self._units[name])
+        return sum(self.gathered_bytes(parameter) for parameter in self._units[name])
 
     def _request(self, name: str) -> None:
         """Let the all-gather of a unit begin."""

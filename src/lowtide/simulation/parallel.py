@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from lowtide.targets.job import Job
 
 
-BYTES_OF_4BIT = 0.5 + 4 / 64
-"""Bytes per quantized weight: half a byte, and a float32 scale for every 64 weights.
+PACKED_4BIT = 0.5
+"""Bytes per quantized weight: what an engine that shards weights divides and gathers."""
+SCALES_OF_4BIT = 4 / 64
+"""Bytes per quantized weight of its scales: a float32 number for every 64 weights, which every rank has whole.
 
-That is bitsandbytes' NF4 without double quantization.
+That is bitsandbytes' NF4 without double quantization; with it, scales take a quarter of that.
 """
 
 
@@ -87,7 +89,8 @@ class Parallel:
         key = storage_key(parameter.untyped_storage())
         if quantized:
             self._ledger.quantized.add(key)
-            self._ledger.stored_as[key] = math.ceil(parameter.numel() * BYTES_OF_4BIT)
+            packed, scales = (math.ceil(parameter.numel() * each) for each in (PACKED_4BIT, SCALES_OF_4BIT))
+            self._ledger.stored_as[key] = -(-packed // ranks) + scales
         elif ranks > 1:
             is_wide = self._masters_are_weights and self._job.masters and parameter.requires_grad
             nbytes = parameter.numel() * torch.float32.itemsize if is_wide else parameter.nbytes
@@ -168,6 +171,11 @@ class Parallel:
         if self._job.shards_optimizer and not self._job.shards_weights:
             self._send(sum(parameter.nbytes for parameter in self._trained))
             self._ledger.clock.compute.wait_stream(self._traffic)
+
+    def gathered_bytes(self, parameter: torch.Tensor) -> int:
+        """Return the bytes of a whole weight as it is gathered: a quantized one stays packed."""
+        is_packed = storage_key(parameter.untyped_storage()) in self._ledger.quantized
+        return math.ceil(parameter.numel() * PACKED_4BIT) if is_packed else parameter.nbytes
 
     def _reduce(self, parameters: list[Any]) -> None:
         """Sum gradients over the ranks, and hand the optimizer its share of them."""

@@ -190,8 +190,6 @@ class Job:
             raise InvalidValueError(f"{self.data_ranks} ranks need an engine: {', '.join(ENGINES[1:])}")
         if self.base == "4bit" and self.lora is None:
             raise InvalidValueError("a 4-bit base cannot be trained itself: give lora=16 (or another rank) too")
-        if self.base == "4bit" and self.shards_weights:
-            raise InvalidValueError(f"a 4-bit base together with {self.engine} is not modelled: use ddp")
 
     @property
     def built_in(self) -> torch.dtype:
@@ -316,6 +314,12 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
             "keep_gradients with optimizer_in_backward",
             "a step in backward uses a gradient up at once",
             "Plan one of them",
+        ),
+        (
+            job.base == "4bit" and job.engine == "zero3",
+            "a 4-bit base with zero3",
+            "it was not run, and DeepSpeed gathers weights by rules of its own",
+            "Plan it with engine='fsdp2', which shards packed weights, or with ddp",
         ),
         (
             job.tp > 1 and job.lora is not None,

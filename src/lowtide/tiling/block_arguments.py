@@ -2,8 +2,9 @@
 
 Which dimension of an argument counts tokens is told by its name and shape, as transformers' blocks have them: hidden
 states have it second, masks and position embeddings last but one, position ids last. What belongs to another sequence
-(an encoder's states) or has no row per token is the same for every tile. A tensor that has as many of something else as
-there are tokens is cut there as well, and the trial tells whether that was right; one that has it twice is refused.
+(an encoder's states) or has no row per token is the same for every tile, and so are the bounds of packed sequences. A
+tensor that has as many of something else as there are tokens is cut there as well, and the trial tells whether that was
+right; one that has it twice is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from lowtide.errors import CannotCutError
 from lowtide.tensor_tree import flatten
+from lowtide.tiling.packed_sequences import BOUNDS, sample_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,12 +56,12 @@ class BlockArguments:
         pairs = zip(tensors, self._dims, strict=True)
         return [tensor.detach() if dim is None else tensor.detach()[:1] for tensor, dim in pairs]
 
-    def are_packed(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether position ids leave out numbers or begin anew, as where sequences are packed into one."""
+    def position_ids(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the position ids among the tensors, with tokens first, if they have values."""
         rest = iter(tensors)
         taken = {name: [next(rest) for _ in range(count)] for name, _, count in self._trees}
-        ids = [tensor for name, found in taken.items() if "position_ids" in name for tensor in found]
-        return any(bool((tensor.diff(dim=0) != 1).any()) for tensor in ids if not tensor.is_meta)
+        ids = [tensor for tensor in taken.get("position_ids", []) if not tensor.is_meta]
+        return ids[0] if ids else None
 
     def filled(self, rows: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a tile, by name, from its rows."""
@@ -84,6 +86,8 @@ def sample(named: Mapping[str, Any], length: int, count: int) -> dict[str, Any]:
 
 
 def _first_tokens(name: str, tensor: torch.Tensor, length: int, count: int) -> torch.Tensor:
+    if name in BOUNDS:
+        return sample_bounds(tensor, count)
     dim = _token_dim(name, tensor, length)
     part = tensor if dim is None else tensor.narrow(dim, 0, count)
     if _is_square(name) and part.dim() >= _SQUARE_DIMS - 1 and part.shape[-1] == length:
@@ -104,6 +108,8 @@ def _is_square(name: str) -> bool:
 
 def _token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
     """Return the dimension of a tensor that counts tokens; None if it is the same for all of them."""
+    if name in BOUNDS:
+        return None
     if "seq" in name and "len" in name:
         raise CannotCutError(f"its argument {name} packs several sequences into one")
     if name.startswith(_OTHER_SEQUENCE) and not _is_square(name):

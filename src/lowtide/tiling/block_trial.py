@@ -23,7 +23,7 @@ from lowtide.tiling.probe import FAILURES, Trial
 from lowtide.tiling.remains import tolerance_of
 from lowtide.tiling.tiled_block import AttentionCall, BlockSettings, recorded, refuse_other_ranks, run_block
 from lowtide.tiling.tiled_function import TiledFunction, gathered
-from lowtide.tiling.twin import twin_of
+from lowtide.tiling.twin import evaluate, twin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,7 +76,7 @@ class BlockTrial:
         ):
             whole, tiled = (twin_of(self._tiled, hooks) for _ in range(2))
             for twin in (whole, tiled):
-                twin.module.eval()  # type: ignore[union-attr]
+                evaluate(twin.module)  # type: ignore[arg-type]
             plain, _ = flatten(whole.function(**_copied(self._named)))
             settings = BlockSettings(tiles=min(_TILES, self._count))
             cut, _ = flatten(run_block(tiled, _copied(self._named), settings, TileLedger(self._name)))

@@ -31,7 +31,7 @@ from lowtide.tensor_tree import flatten
 from lowtide.tiling.collectives import CollectiveGroups, largest_in
 from lowtide.tiling.remains import Remains, are_far_apart, different_attribute, different_buffer
 from lowtide.tiling.tiled_function import TiledFunction, gathered
-from lowtide.tiling.twin import twin_of
+from lowtide.tiling.twin import evaluate, twin_of
 
 if TYPE_CHECKING:
     from lowtide.tensor_tree import TensorTree
@@ -192,9 +192,9 @@ class _Experiment:
 
     def _find_place(self) -> str | None:
         """Run without dropout, which draws different numbers for another shape or order."""
-        plain, shaped = self._rows(self._every, train=False), self._rows(None, train=False)
-        shifted, reverse = self._rows(self._every[1:], train=False), self._rows(self._every[::-1], train=False)
-        crowd = self._rows([0] * CROWD, train=False)
+        plain, shaped = self._rows(self._every, draws=False), self._rows(None, draws=False)
+        shifted, reverse = self._rows(self._every[1:], draws=False), self._rows(self._every[::-1], draws=False)
+        crowd = self._rows([0] * CROWD, draws=False)
         if _differ(plain[1], shifted[0]) or _differ(plain[-1], reverse[0]):
             return "its output for a token depends on the token's position"
         if any(_differ(plain[place], shaped[place]) for place in self._every):
@@ -225,11 +225,11 @@ class _Experiment:
     def _twin(self) -> TiledFunction:
         return twin_of(self._tiled, self._hooks)
 
-    def _rows(self, order: list[int] | None, *, train: bool | None = None) -> list[list[torch.Tensor]]:
+    def _rows(self, order: list[int] | None, *, draws: bool = True) -> list[list[torch.Tensor]]:
         """Run a fresh twin as a tile in this order (None: in the shape of the call), in its own mode or evaluation."""
         twin = self._twin()
-        if train is not None and twin.module is not None:
-            twin.module.train(train)
+        if not draws and twin.module is not None:
+            evaluate(twin.module)
         return self._run(twin, order)
 
     def _run(self, twin: TiledFunction, order: list[int] | None, *, varied: bool = False) -> list[list[torch.Tensor]]:

@@ -34,6 +34,8 @@ from lowtide.tiling.attention_call import seen_by
 from lowtide.tiling.attention_kernels import Rows, as_autocast_would, has_kernel
 from lowtide.tiling.block_arguments import BlockArguments
 from lowtide.tiling.key_values import KeyValueGrads, fused_attention, hand_out, some_keys
+from lowtide.tiling.packed_sequences import BOUNDS, SeenSequences, bounds_in, bounds_of
+from lowtide.tiling.repacking import refuse_repacking
 from lowtide.tiling.tile import TokenGrid
 from lowtide.tiling.tiled_function import TiledFunction
 from lowtide.tiling.tiler import run_tiles
@@ -77,12 +79,16 @@ class AttentionCall(NamedTuple):
         return "flash" in getattr(self.function, "__name__", "")
 
     @property
+    def is_eager(self) -> bool:
+        """Whether it is a model's own function, which knows a mask alone."""
+        return getattr(self.function, "__name__", "").startswith("eager")
+
+    @property
     def is_causal(self) -> bool:
         """Whether the function masks later keys itself. Models' own eager functions never do."""
         stated = self.options.get("is_causal")
         stated = getattr(self.module, "is_causal", True) if stated is None else stated
-        is_eager = getattr(self.function, "__name__", "").startswith("eager")
-        return bool(stated) and self.mask is None and not is_eager
+        return bool(stated) and self.mask is None and not self.is_eager
 
     @property
     def is_fused(self) -> bool:
@@ -160,17 +166,17 @@ def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSet
     """Run a block's forward on its named arguments in tiles. Raises `CannotCutError` if that cannot be done."""
     hidden = next(iter(named.values()))
     batch, length = hidden.shape[:2]
+    refuse_repacking(tiled.module, hidden)
     arguments = BlockArguments(named, length)
     del named, hidden
     tensors = arguments.take()
     look = _look(tiled.function, arguments, tensors)
     _refuse_unusual(look.call, batch)
-    if look.call.is_flash and arguments.are_packed(tensors):
-        raise CannotCutError("its flash attention takes position_ids that are not in order for packed sequences")
+    bounds = _bounds(look.call, arguments, tensors)
     grid = TokenGrid(torch.Size((length,)), settings.tiles)
     in_order = settings.agree(look.call.is_fused and look.call.is_causal and not look.draws)
     seeds = torch.randint(2**62, (settings.tiles,)).tolist() if look.draws else None
-    block = _Block(tiled, arguments, grid, look.call.module, batch, seeds, settings, in_order=in_order)
+    block = _Block(tiled, arguments, grid, look.call.module, batch, seeds, settings, bounds, in_order=in_order)
     key, value = block.key_values(look.call, tensors)
     with recorded(functools.partial(_joined, batch), settings.tiles):
         output = run_tiles(
@@ -178,6 +184,15 @@ def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSet
         )
     outputs, tree = flatten(output)
     return tree.unflatten([tensor.movedim(0, 1).contiguous() for tensor in outputs])
+
+
+def _bounds(call: AttentionCall, arguments: BlockArguments, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return where packed sequences begin and end, if a flash attention package computes theirs by that."""
+    if not call.is_flash:
+        return None
+    found = bounds_in(call.options, arguments.length)
+    positions = arguments.position_ids(tensors)
+    return bounds_of(positions) if found is None and positions is not None else found
 
 
 class _Look(NamedTuple):
@@ -202,6 +217,9 @@ def _refuse_unusual(call: AttentionCall, batch: int) -> None:
         raise CannotCutError(f"its attention has {call.key.shape[2]} keys for one token")
     if call.is_flash and call.mask is not None:
         raise CannotCutError("its flash attention gets a padding mask, whose rows cannot be told from its columns")
+    told = [name for name in BOUNDS if call.options.get(name) is not None]
+    if told and not (call.is_flash or call.is_sdpa or call.is_eager):
+        raise CannotCutError(f"it is not known how its attention function takes {told[0]}")
     if call.options.get("output_attentions"):
         raise CannotCutError("it returns attention weights, which tiles would return in parts")
 
@@ -226,6 +244,7 @@ class _Block:
         batch: int,
         seeds: list[int] | None,
         settings: BlockSettings,
+        bounds: list[int] | None,
         *,
         in_order: bool,
     ) -> None:
@@ -236,6 +255,7 @@ class _Block:
         self._seeds = seeds
         self.grid = grid
         self.attention = attention
+        self.bounds = bounds
         self.in_order = in_order
         self.grads = KeyValueGrads()
         is_checkpointed = hooks_module() == CHECKPOINT_HOOKS or not torch.is_grad_enabled()
@@ -271,7 +291,7 @@ class _Block:
         with self._seeded(index, rows):
             call = attention_call(self._tiled.function, self._arguments.filled(rows))
         key, value = as_autocast_would(call.key, call.value) if call.is_sdpa else (call.key, call.value)
-        return key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
+        return _with_plain_grad(key).permute(2, 0, 1, 3), _with_plain_grad(value).permute(2, 0, 1, 3)
 
     def _second_tile(self, index: int, key: torch.Tensor, value: torch.Tensor, *rows: torch.Tensor) -> Any:
         attention = _TileAttention(self, index, key[0], value[0])
@@ -283,7 +303,7 @@ class _Block:
             raise CannotCutError(f"it computes attention {attention.calls} times")
         if any(shape[:2] != expected for shape in shapes):
             raise CannotCutError(f"it returns tensors of shapes {shapes} for {expected[0]} x {expected[1]} tokens")
-        return tree.unflatten([output.movedim(1, 0) for output in outputs])
+        return tree.unflatten([_with_plain_grad(output).movedim(1, 0) for output in outputs])
 
     def _seeded(self, index: int, rows: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._seeds is None else seeded_like(self._seeds[index], *rows)
@@ -291,6 +311,16 @@ class _Block:
     def keep(self, index: int) -> Keep | None:
         """Return what keeps the attention of a tile, if it is kept."""
         return None if self._settings.keep is None else self._settings.keep(index)
+
+
+def _with_plain_grad(output: torch.Tensor) -> torch.Tensor:
+    """Return an output whose gradient arrives as in the whole block: contiguous, not with tokens first.
+
+    Backwards of quantized layers view it as a matrix.
+    """
+    if output.requires_grad:
+        output.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
@@ -357,6 +387,8 @@ class _TileAttention:
         block, length = self._block, self._block.grid.count
         start = block.grid.starts[self._index]
         end = start + block.grid.sizes[self._index]
+        if block.bounds is not None:
+            return self._by_sequences(call, SeenSequences.of(block.bounds, start, end, is_causal=call.is_causal))
         mask = call.mask
         if mask is not None and mask.shape[-1] not in (1, length):
             raise CannotCutError(f"its mask has {mask.shape[-1]} columns for {length} keys")
@@ -365,8 +397,16 @@ class _TileAttention:
             mask = mask[..., keys]
         if call.is_causal and not call.is_flash:  # it would align to the upper left
             mask = torch.ones(end - start, end, dtype=torch.bool, device=call.query.device).tril(start)[None, None]
-        whole = [some_keys(block.grads, which, keys, tensor) for which, tensor in enumerate(self._key_values)]
-        return call.function(call.module, call.query, *whole, mask, **call.options)[0], None
+        return call.function(call.module, call.query, *self._whole(keys), mask, **call.options)[0], None
+
+    def _by_sequences(self, call: AttentionCall, seen: SeenSequences) -> tuple[torch.Tensor, None]:
+        """Call a flash attention function with the sequences that the tile lies in."""
+        options = call.options | seen.options(call.query.device)
+        return call.function(call.module, call.query, *self._whole(seen.keys), None, **options)[0], None
+
+    def _whole(self, keys: slice) -> list[torch.Tensor]:
+        grads = self._block.grads
+        return [some_keys(grads, which, keys, tensor) for which, tensor in enumerate(self._key_values)]
 
 
 def _visible_keys(call: AttentionCall, start: int, end: int, length: int) -> slice:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lowtide._torch import COMPILED_CALL, CONTENT, buffers_of, children_of, hooks_of, parameters_of, uncompiled
+from lowtide.tiling.repacking import keep_packing
 from lowtide.tiling.tiled_function import TiledFunction
 
 if TYPE_CHECKING:
@@ -36,7 +37,14 @@ def twin_of(tiled: TiledFunction, hooks: list[Hook]) -> TiledFunction:
     for module, twin in twins.items():
         object.__setattr__(twin, "__dict__", _attributes(module, copier, keys))
     twin = twins[tiled.module]
+    keep_packing(twin)
     return TiledFunction(twin if tiled.function is tiled.module else copier.forward(tiled.function, twin), twin)
+
+
+def evaluate(twin: nn.Module) -> None:
+    """Put a twin into evaluation: nothing random is drawn then."""
+    twin.eval()
+    keep_packing(twin)
 
 
 def _attributes(module: nn.Module, copier: _Copier, keys: set[tuple[int, int]]) -> dict[str, Any]:
