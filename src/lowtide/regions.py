@@ -384,5 +384,6 @@ def find_head(model: nn.Module) -> Head:
                 return Head(".".join(filter(None, [prefix, name])), head, inner)
     raise NoRegionError(
         f"tile(loss): {type(model).__name__} has no head that makes a loss from labels (transformers' "
-        "get_output_embeddings and forward(labels=...)): call lowtide.linear_cross_entropy where your loss is made"
+        "get_output_embeddings and forward(labels=...)): call lowtide.linear_cross_entropy where your loss is made, "
+        "and use tile(mlp) without the loss"
     )

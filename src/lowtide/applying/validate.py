@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import inspect
 import logging
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
@@ -180,7 +181,25 @@ def _head_to_tile(model: nn.Module, policy: Policy) -> Head | None:
         return None
     head = find_head(model)
     count_classes(head.module)  # refuses a head that does not tell how many
+    _check_fused_head(head, policy)
     return head
+
+
+_FUSED_HEAD = "fused_lm_head"
+"""The keyword by which TRL's trainers ask the forward that they gave a model for log-probabilities without logits."""
+
+
+def _check_fused_head(head: Head, policy: Policy) -> None:
+    """Refuse `tile(loss)` for a model of a TRL trainer: its head is never called, so that tiles of it do nothing."""
+    if _FUSED_HEAD not in inspect.signature(head.model.forward, follow_wrapped=False).parameters:
+        return
+    parts = tuple(part for part in policy.tile if part != "loss") or ("mlp",)
+    instead = dataclasses.replace(policy, tile=parts, loss_tokens=None).describe()
+    raise NoRegionError(
+        f"tile(loss): a TRL trainer has given {type(head.model).__name__} a forward that computes log-probabilities "
+        f"from the weight of {head.name!r} in tiles of its own and never makes logits, so there is nothing left to "
+        f"tile: use tile(mlp) without the loss, like {instead!r}"
+    )
 
 
 def _check_rules(policy: Policy, regions: list[Region], mlps: list[MLP]) -> None:
