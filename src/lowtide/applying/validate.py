@@ -169,7 +169,7 @@ def _blocks_to_tile(model: nn.Module, policy: Policy, regions: list[Region]) -> 
         raise NoRegionError(
             f"tile(attention): no region of {type(model).__name__} asks transformers for its attention function "
             "(ALL_ATTENTION_FUNCTIONS), so its calls of attention cannot be seen. Leave tile(attention) out: "
-            "'tile(mlp, loss)' tiles the rest"
+            "'tile(mlp)' tiles its MLPs all the same"
         )
     if others := [block.region.name for block in wanted if block not in found]:
         logger.info("tile(attention): no call of attention to be seen in %s: left alone", ", ".join(others))

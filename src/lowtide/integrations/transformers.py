@@ -102,6 +102,7 @@ def attach(
         raise InvalidValueError("this trainer already has a LowtideCallback: remove it, or change its policy")
     check_fsdp(getattr(trainer.accelerator.state, "fsdp_plugin", None))
     callback = LowtideCallback(policy, **options)
-    validate(trainer.model, callback.policy, options.get("regions"))
+    if trainer.model is not None:
+        validate(trainer.model, callback.policy, options.get("regions"))
     callbacks.insert(0, callback)
     return callback
