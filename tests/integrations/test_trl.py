@@ -199,6 +199,13 @@ def test_gradients_are_those_without(case, policy, tmp_path):
         assert sum(tiles.tiles for tiles in report.tiles) > sum(tiles.calls for tiles in report.tiles) > 0
 
 
+def test_offload_to_disk(tmp_path):
+    gradients, callback = Gradients(), LowtideCallback(f"recompute+offload(disk={tmp_path}, tmpfs)")
+    trainer("KTO with adapters", tmp_path, callback, gradients).train()
+    assert error(gradients.steps[0], plain("KTO with adapters")[0]) == 0
+    assert all(region.packed_bytes > 0 for region in callback.applied.report().regions)
+
+
 @pytest.mark.parametrize("policy", ["tile(loss)", "recompute+tile"])
 @pytest.mark.parametrize("case", ["SFT", pytest.param("DPO with adapters", marks=pytest.mark.slow), "Reward"])
 def test_tiles_of_the_loss_are_refused_before_training(case, policy, tmp_path):
