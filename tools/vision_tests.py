@@ -60,9 +60,14 @@ def plan(factory: str) -> dict[str, Any]:
         options = ["--device", DEVICE, "--format", "json", "-o", str(to)]
         subprocess.run([*command, *options], cwd=ROOT / "examples", check=False)  # 1 says that nothing fits
         found = json.loads(to.read_text())
-    names = ("policy", "fits", "device_bytes", "host_bytes", "seconds")
-    rows = [{name: candidate[name] for name in names} for candidate in found["candidates"]]
-    return {"device": DEVICE, "best": found["best"], "rows": rows}
+    return {"device": DEVICE, "best": found["policy"], "rows": [row(candidate) for candidate in found["candidates"]]}
+
+
+def row(candidate: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of one policy's estimate."""
+    estimate = candidate["estimate"]
+    figures = {name: estimate[name] for name in ("policy", "host_bytes", "seconds")}
+    return figures | {"fits": candidate["fits"], "device_bytes": candidate["device_bytes"]}
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

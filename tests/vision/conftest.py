@@ -9,7 +9,7 @@ from pathlib import Path
 
 WHEEL = Path(__file__).parents[1] / "support" / "torchvision_without_cuda"
 
-if importlib.util.find_spec("torchvision") is not None:
+if importlib.util.find_spec("torchvision") is not None and str(WHEEL) not in sys.path:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WHEEL), os.environ.get("PYTHONPATH")]))
     spec = importlib.util.spec_from_file_location("torchvision_without_cuda", WHEEL / "sitecustomize.py")
     sys.modules[spec.name] = importlib.util.module_from_spec(spec)
