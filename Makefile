@@ -11,6 +11,8 @@
 #                writes docs/versions.json and README's table
 #   make test-foreign   other packages' tests with Lowtide in the place of theirs, from .foreign and .venv-foreign;
 #                writes docs/foreign.json (ten minutes)
+#   make test-vision   diffusion and vision models (diffusers, timm) under every policy, from .venv-vision; writes
+#                docs/vision.json (a few minutes; ARGS=--plans writes docs/video_plans.json instead)
 #   make mutants SEED=1 COUNT=10   breaks the engine on purpose, ten times; writes docs/mutants.json (ARGS="--room stores")
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about half an hour)
@@ -26,12 +28,13 @@ BIN := .venv/bin
 PEERS := .venv-peers/bin
 COMPAT := .venv-compat/bin
 FOREIGN := .venv-foreign/bin
+VISION := .venv-vision/bin
 SEED ?= 1
 COUNT ?= 10
 PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans plans-measured demo test test-all fuzz test-peers test-compat test-torch test-foreign mutants lint bench docs dist dist-check changelog hooks clean
+.PHONY: zoo plans plans-measured demo test test-all fuzz test-peers test-compat test-torch test-foreign test-vision mutants lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
 	$(BIN)/lowtide demo
@@ -69,6 +72,9 @@ test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.ready)
 
 test-foreign: .venv-foreign/.ready
 	$(FOREIGN)/python tools/foreign_tests.py
+
+test-vision: .venv-vision/.ready
+	$(VISION)/python tools/vision_tests.py $(ARGS)
 
 mutants: .venv/.dev
 	$(BIN)/python tools/mutants.py --seed $(SEED) --count $(COUNT) $(ARGS)
@@ -110,7 +116,7 @@ hooks: .venv/.dev
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf .venv .venv-peers .venv-compat .venv-foreign .foreign .venv-torch-* site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-compat .venv-foreign .venv-vision .foreign .venv-torch-* site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first: other packages then find it there and pull no other build of it.
 .venv/.torch: constraints.txt
@@ -129,9 +135,9 @@ clean:
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# Peers, compat and foreign sit on top of .venv, without dependencies of their own: none may replace what the tests run
+# Peers, compat, foreign and vision sit on top of .venv, without dependencies of their own: none may replace what the tests run
 # with.
-.venv-peers/.ready .venv-compat/.ready .venv-foreign/.ready: .venv-%/.ready: .venv/.dev constraints-%.txt
+.venv-peers/.ready .venv-compat/.ready .venv-foreign/.ready .venv-vision/.ready: .venv-%/.ready: .venv/.dev constraints-%.txt
 	@echo "Setting up .venv-$* (once)"
 	$(BIN)/python -m venv .venv-$*
 	.venv-$*/bin/python bench/share_packages.py .venv

@@ -84,6 +84,51 @@ def test_a_block_without_a_stack_is_a_region_beside_stages_that_have_some():
     assert names(mixed) == ["0", "1.blocks.0", "1.blocks.1", "2", "3.blocks.0", "3.blocks.1"]
 
 
+class Attributes(nn.Module):
+    """Holds its parts as attributes, and calls them in turn."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x):
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def test_stages_and_blocks_that_are_numbered_attributes():
+    """As timm's RegNet has them: a stage of one block, or of two, is a region itself."""
+    stages = {
+        "s1": Attributes(b1=Block(4)),
+        "s2": Attributes(b1=Block(6), b2=Block(6)),
+        "s3": Attributes(b1=Block(9), b2=Block(8), b3=Block(8)),
+    }
+    model = Attributes(stem=Block(4), **stages, head=nn.Linear(8, 2))
+    assert names(model) == ["s1", "s2", "s3.b1", "s3.b2", "s3.b3"]
+
+
+def test_numbered_attributes_that_are_no_stack():
+    adapters = {f"w{number}": Adapter(8, 8) for number in (1, 2, 3)}
+    for parts in (
+        {"conv1": Block(), "conv2": Block()},
+        {"b1": Block(), "b2": Block(), "b3": Attributes(inner=Block())},
+        {"b1": Block(), "b2": Block(), "b3": Block(), "norm": Block()},
+        adapters,
+    ):
+        with pytest.raises(NoRegionError):
+            find_regions(Attributes(body=Attributes(**parts)))
+
+
+class Adapter(nn.Linear):
+    """A linear layer with parts, as PEFT makes them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, inner)
+        self.lora = nn.Linear(width, 2)
+
+
 def test_a_module_that_only_names_its_parts_is_no_region():
     """Janus' VQGAN calls `down[level].block[i]`; a level itself has no forward."""
     levels = nn.ModuleList()

@@ -30,14 +30,20 @@ ABOUT = """\
 A head's mean cross entropy and its gradients: {tokens} tokens, {width} wide, {classes} classes, bf16. Peak bytes are
 counted on the emulated device, beyond hidden states, weight and their gradients; matrix products are counted by their
 FLOPs. Liger's own rule makes its chunks {chunk} tokens here. Lowtide uses the same size in one row, and its default in
-the other, which is chosen by bytes and is one tile at this size. Lowtide sums the weight's gradient in fp32, which
-takes {sums} here; DeepSpeed and unsloth_zoo sum in bf16. Time is measured for forward and backward in fp32 on the CPU,
-interleaved, and divided by the plain loss's. Liger's kernels run on Triton's interpreter here, so they have counts and
-no time; unsloth_zoo's are made to be compiled, and run eagerly here. Verdicts are for fp32: for the plain case, with
+the other, which is chosen by bytes and is one tile at this size. Lowtide and TRL sum the weight's gradient in fp32,
+which takes {sums} here; torch (with the options that it chooses itself on an unknown accelerator), DeepSpeed's
+TiledFusedLogitsLoss and unsloth_zoo sum in bf16. DeepSpeed's vocab_parallel_linear_cross_entropy (on one rank, with the
+same chunks) computes the logits a second time in backward, class by class, so that it needs no such sum; its
+chunked_cross_entropy takes whole logits. TRL's head computes them twice, too, in tiles of 4,096 tokens and 8,192
+classes, which is one tile here. Time is measured for forward and backward in fp32 on the CPU, interleaved, and divided
+by the plain loss's. Liger's kernels run on Triton's interpreter here, so they have counts and no time; TRL's run
+without Triton here, by torch's operators; unsloth_zoo's are made to be compiled, and run eagerly here. The weight's
+gradient in bf16 is compared with the one in fp64 from the same numbers. Verdicts are for fp32: for the plain case, with
 the loss scaled before backward, and with the first third of the labels ignored."""
 COLUMNS = {
     "peak": "peak bytes",
     "products": "matrix products",
+    "error": "weight's gradient off, %",
     "time": "time over plain",
     "mean": "gradients",
     "scaled": "scaled loss",
@@ -95,13 +101,45 @@ def unsloth_in_chunks(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.
     return fused(None, hidden[None], weight, None, labels[None], shift_labels=False, torch_compile=False, **chunks)
 
 
+def torchs(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
+    return F.linear_cross_entropy(hidden, weight, labels, options=nn.LinearCrossEntropyOptions())
+
+
+def torchs_in_chunks(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
+    options = nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
+    return F.linear_cross_entropy(hidden, weight, labels, options=options)
+
+
+def trl(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
+    """The head of TRL's trainers, with its tiles: all tokens up to 4,096, and 8,192 classes, as its trainers do."""
+    kernel = peers.load("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    valid = labels != IGNORED
+    log_probs, *_ = kernel.apply(hidden, weight, None, labels.clamp(min=0), 1.0, 8192, None, 1.0, ())
+    return -log_probs.masked_fill(~valid, 0).sum() / valid.sum()
+
+
+def deepspeed_linear(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
+    module = peers.load("deepspeed.sequence.linear_cross_entropy")
+    return module.vocab_parallel_linear_cross_entropy(hidden[None], weight, labels[None], chunk_size=CHUNK)
+
+
+def deepspeed_chunked(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
+    module = peers.load("deepspeed.runtime.chunked_cross_entropy")
+    return module.chunked_cross_entropy(F.linear(hidden, weight), labels, backend="torch", block_rows=CHUNK)
+
+
 LOSSES: dict[str, Loss] = {
     "plain": plain,
     "Lowtide": ours,
     "Lowtide, Liger's chunks": ours_in_chunks,
+    "torch F.linear_cross_entropy": torchs,
+    "torch F.linear_cross_entropy, Liger's chunks": torchs_in_chunks,
+    "TRL's head": trl,
     "Liger FLCE": liger,
     "DeepSpeed TiledFusedLogitsLoss, mean": deepspeed("mean"),
     "DeepSpeed TiledFusedLogitsLoss, sum": deepspeed("sum"),
+    "DeepSpeed vocab_parallel_linear_cross_entropy": deepspeed_linear,
+    "DeepSpeed chunked_cross_entropy": deepspeed_chunked,
     "unsloth_zoo fused loss": unsloth,
     "unsloth_zoo fused loss, Liger's chunks": unsloth_in_chunks,
 }
@@ -111,10 +149,26 @@ UNSTEADY = ("unsloth_zoo fused loss, Liger's chunks",)
 RIVALRIES = (
     Rivalry(
         ours="Lowtide, Liger's chunks",
-        theirs=("Liger FLCE", "DeepSpeed TiledFusedLogitsLoss, mean", "unsloth_zoo fused loss, Liger's chunks"),
+        theirs=(
+            "Liger FLCE",
+            "torch F.linear_cross_entropy, Liger's chunks",
+            "DeepSpeed TiledFusedLogitsLoss, mean",
+            "DeepSpeed vocab_parallel_linear_cross_entropy",
+            "unsloth_zoo fused loss, Liger's chunks",
+        ),
         figures=("peak", "products", "time"),
     ),
-    Rivalry(ours="Lowtide", theirs=("plain", "unsloth_zoo fused loss"), figures=("peak", "products", "time")),
+    Rivalry(
+        ours="Lowtide",
+        theirs=(
+            "plain",
+            "torch F.linear_cross_entropy",
+            "TRL's head",
+            "DeepSpeed chunked_cross_entropy",
+            "unsloth_zoo fused loss",
+        ),
+        figures=("peak", "products", "time"),
+    ),
 )
 
 
@@ -155,12 +209,22 @@ def judged(name: str, options: dict[str, float]) -> str:
     return "right" if all(close) else "wrong"
 
 
+def error_in_bf16(name: str) -> float:
+    """How far the weight's gradient is from one in double precision, in percent of its norm."""
+    hidden, weight, labels = problem(torch.bfloat16, "sim")
+    LOSSES[name](hidden, weight, labels).backward()
+    exact = [tensor.detach().cpu().double().requires_grad_() for tensor in (hidden, weight)]
+    F.cross_entropy(F.linear(*exact), labels.cpu()).backward()
+    return float(100 * (weight.grad.cpu().double() - exact[1].grad).norm() / exact[1].grad.norm())
+
+
 def counts(name: str) -> dict[str, Figure]:
     simdevice.enable(memory="8GiB")
     peak, flops = bytes_and_flops(name)
     return {
         "peak": measured(peak, "bytes") if name in UNSTEADY else count(peak, "bytes"),
         "products": count(flops / (2 * TOKENS * WIDTH * CLASSES)),
+        "error": measured(round(error_in_bf16(name), 2), "%"),
     } | {case: verdict(judged(name, options)) for case, options in CASES.items()}
 
 

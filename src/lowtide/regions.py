@@ -2,8 +2,9 @@
 
 A region is recomputed or offloaded as a whole. It is, in this order: what the user names; a layer that transformers
 marks as one (`GradientCheckpointingLayer`); a block of a stack, that is, of a container with two or more blocks of the
-same class. Where the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better
-regions; a block beside them that holds no stack (a codec's convolution between residual units) is a region itself.
+same class, or of a module with numbered attributes in place of a container (a RegNet's stages and their blocks). Where
+the blocks of a stack differ in shape (the stages of a Swin), the stacks inside them are the better regions; a block
+beside them that holds no stack (a codec's convolution between residual units) is a region itself.
 
 An MLP is a module with one or two linear layers that widen (`width -> inner`, or both fused into one), one that narrows
 again (`inner -> width`), and nothing else that mixes features. Attention has one layer more, or different shapes, or
@@ -139,10 +140,40 @@ def _stacked(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 def _blocks_of_stack(container: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks if `container` is a stack: children with parts and parameters, two of them of one class."""
     if not isinstance(container, nn.ModuleList | nn.Sequential) and not _is_numbered(container):
-        return []
+        return _numbered_attributes(container) or _stages(container)
     blocks = [(name, child) for name, child in container.named_children() if _is_block(child)]
     classes = collections.Counter(type(block) for _, block in blocks)
     return blocks if classes and max(classes.values()) > 1 else []
+
+
+def _numbered_attributes(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of a module that is nothing but a stack, held as attributes: `b1`, `b2`, `b3` (timm's RegNet).
+
+    Two such attributes are more often the two halves of one block.
+    """
+    children = list(module.named_children())
+    is_stack = len(children) >= _STACK_OF_ATTRIBUTES and len({_without_number(name) for name, _ in children}) == 1
+    return children if is_stack and _are_blocks_of_one_class(children) else []
+
+
+_STACK_OF_ATTRIBUTES = 3
+
+
+def _stages(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the stages that a module holds as attributes: `s1`, `s2`, ..., of one class, of which one is a stack."""
+    holding = {_without_number(name) for name, child in module.named_children() if _numbered_attributes(child)}
+    stages = [(name, child) for name, child in module.named_children() if _without_number(name) in holding]
+    return stages if len(stages) > 1 and _are_blocks_of_one_class(stages) else []
+
+
+def _without_number(name: str) -> str:
+    """Return an attribute's name without the number at its end; the whole name followed by a blank if it has none."""
+    return name.rstrip("0123456789") if name[-1].isdecimal() else f"{name} "
+
+
+def _are_blocks_of_one_class(children: list[tuple[str, nn.Module]]) -> bool:
+    one_class = len({type(child) for _, child in children}) == 1
+    return one_class and all(_is_block(child) and _as_linear(child) is None for _, child in children)
 
 
 def _is_numbered(container: nn.Module) -> bool:
@@ -384,5 +415,6 @@ def find_head(model: nn.Module) -> Head:
                 return Head(".".join(filter(None, [prefix, name])), head, inner)
     raise NoRegionError(
         f"tile(loss): {type(model).__name__} has no head that makes a loss from labels (transformers' "
-        "get_output_embeddings and forward(labels=...)): call lowtide.linear_cross_entropy where your loss is made"
+        "get_output_embeddings and forward(labels=...)): call lowtide.linear_cross_entropy where your loss is made, "
+        "and use tile(mlp) without the loss"
     )

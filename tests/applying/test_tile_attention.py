@@ -187,6 +187,8 @@ def test_evaluation_and_generation():
         assert torch.allclose(model(input_ids=ids, use_cache=False).logits, expected, atol=1e-4)
         assert all(tiles.tiles == 4 for tiles in blocks_of(applied))
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), words)
+        model.train()  # as trainers generate between two steps: the cache counts there, too
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), words)
 
 
 def test_a_module_that_is_copied_removed_and_applied_again(everything_in_double):  # noqa: F811

@@ -9,7 +9,6 @@ import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import InvalidValueError
@@ -17,7 +16,7 @@ from lowtide.integrations.transformers import LowtideCallback, attach
 from models.tiny import llama, transformers
 from support.foreign_warnings import ignore_warnings_of
 
-pytestmark = ignore_warnings_of("accelerate", "datasets", "peft", "torch", "transformers", "trl")
+pytestmark = ignore_warnings_of("accelerate", "datasets", "torch", "transformers", "trl")
 
 
 def dataset() -> Dataset:
@@ -128,88 +127,26 @@ def test_a_policy_is_checked_when_the_callback_is_made():
         LowtideCallback("recompote")
 
 
-def sft_trainer(folder, *callbacks, **arguments):
+def test_trls_sft_trainer(tmp_path):
+    """Also the oldest one that is supported; `test_trl.py` has the trainers of today."""
     trl = pytest.importorskip("trl")
     tokenizers = pytest.importorskip("tokenizers")
-    torch.manual_seed(0)
-    model, _ = llama()
     words = {f"w{i}": i for i in range(126)} | {"<eos>": 126, "<pad>": 127}
     specials = {"eos_token": "<eos>", "pad_token": "<pad>"}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0")), **specials
     )
-    settings = {"gradient_checkpointing": False} | arguments
-    arguments = trl.SFTConfig(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False,
-        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=1, **settings,
-    )  # fmt: skip
-    return trl.SFTTrainer(
-        model, arguments, train_dataset=dataset(), processing_class=tokenizer, callbacks=list(callbacks)
-    )
 
+    def sft_trainer(*callbacks):
+        torch.manual_seed(0)
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False,
+            gradient_checkpointing=False, save_strategy="no", report_to=[], disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        return trl.SFTTrainer(
+            llama()[0], arguments, train_dataset=dataset(), processing_class=tokenizer, callbacks=list(callbacks)
+        )
 
-def test_sft_trainer(tmp_path):
     callback = LowtideCallback("recompute")
-    assert_same(trained(sft_trainer(tmp_path, callback)), trained(sft_trainer(tmp_path)))
+    assert_same(trained(sft_trainer(callback)), trained(sft_trainer()))
     assert callback.applied.report().regions[0].recomputes == 2
-
-
-SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}}
-
-
-class Attention(TorchDispatchMode):
-    """Counts how often attention is computed."""
-
-    computed = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func)
-        self.computed += "attention" in name and "backward" not in name
-        return func(*args, **(kwargs or {}))
-
-
-def counted(one):
-    """Train, and return the weights, how often attention was computed, and how often each layer's MLP ran."""
-    runs = []
-    for layer in one.model.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda mlp, _: runs.append(mlp))
-    with Attention() as attention:
-        weights = trained(one)
-    return weights, attention.computed, [runs.count(layer.mlp) for layer in one.model.model.layers]
-
-
-def test_trls_selective_mode_is_one_engine_with_a_policy(tmp_path):
-    """TRL's alone keeps attention and runs the rest twice; so does ours, with theirs switched off."""
-    weights, attention, runs = counted(sft_trainer(tmp_path))
-    layers, steps = len(runs), 2
-    assert (attention, runs) == (steps * layers, [steps] * layers)
-    _, attention, runs = counted(sft_trainer(tmp_path, **SELECTIVE))
-    assert (attention, runs) == (steps * layers, [2 * steps] * layers)
-
-    callback = LowtideCallback(SELECTIVE)
-    one = sft_trainer(tmp_path, callback, **SELECTIVE)
-    with pytest.warns(UserWarning, match="own gradient checkpointing is switched off") as caught:
-        ours, attention, runs = counted(one)
-    assert not [w for w in caught if "selective" in str(w.message)], "the policy has it"
-    assert_same(ours, weights)
-    assert (attention, runs) == (steps * layers, [2 * steps] * layers)
-    assert [
-        (region.policy, region.recomputes, region.kept_outputs, region.recalled_outputs)
-        for region in callback.applied.report().regions
-    ] == [("recompute(keep=attention)", steps, steps, steps)] * layers
-
-
-@pytest.mark.filterwarnings("ignore:lowtide. the model's own gradient checkpointing")
-def test_trls_selective_mode_beside_a_policy_that_keeps_nothing(tmp_path):
-    one = sft_trainer(tmp_path, LowtideCallback("recompute"), **SELECTIVE)
-    with pytest.warns(UserWarning, match=r"'selective': True} is switched off .* write recompute\(keep=attention\)"):
-        _, attention, runs = counted(one)
-    assert (attention, runs) == (4 * len(runs), [4] * len(runs)), "recomputed, once"
-
-
-def test_trls_selective_mode_around_a_policy_is_told(tmp_path):
-    """A policy that was applied before the trainer switches its own on: every layer is in a checkpoint already."""
-    one = sft_trainer(tmp_path, **SELECTIVE)
-    says = "inside another checkpoint, so it is recomputed twice, and attention is not kept: switch that off"
-    with lowtide.apply(one.model, "recompute(keep=attention)"), pytest.warns(UserWarning, match=says):
-        one.train()

@@ -16,8 +16,8 @@ NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
 
 
 def functions(file: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / "distributed" / file).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob(file)]
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED)

@@ -68,16 +68,25 @@ NEEDS_BITSANDBYTES = pytest.mark.skipif(
 )
 
 
+NEEDS_DIFFUSERS = pytest.mark.skipif(
+    compat.installed_version("diffusers") is None, reason="make test-vision installs diffusers, and runs this page"
+)
+
+
+NEEDS = {
+    "lowtide.plan(": NEEDS_TRANSFORMERS_5,
+    "import diffusers": NEEDS_DIFFUSERS,
+    "BitsAndBytesConfig": NEEDS_BITSANDBYTES,
+}
+
+
 def python_blocks() -> list:
     return [
         pytest.param(
             block["code"],
             block["output"],
             id=f"{page.relative_to(ROOT)}:{number}",
-            marks=[
-                *([NEEDS_TRANSFORMERS_5] if "lowtide.plan(" in block["code"] else []),
-                *([NEEDS_BITSANDBYTES] if "BitsAndBytesConfig" in block["code"] else []),
-            ],
+            marks=[mark for words, mark in NEEDS.items() if words in block["code"]],
         )
         for page in PAGES
         for number, block in enumerate(CODE.finditer(page.read_text()), start=1)

@@ -22,6 +22,7 @@ from lowtide.policy.rules import joined
 from lowtide.simulation.region_costs import REGION_POLICIES
 from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import DTYPES, Job
+from lowtide.targets.live_module import pickle_without_weights, unpickle
 from lowtide.targets.models import build
 from lowtide.targets.target import find_target, known_models
 from models import own as own_model
@@ -204,6 +205,15 @@ def test_more_tokens_than_a_model_has_positions_are_named():
         lowtide.plan(config, tokens=513, device="L40S", policy="recompute")
     with pytest.raises(PlanError, match=r"2048 tokens are more than the 512 positions .* ask for the largest batch"):
         find_max(config, Job(tokens=512), find_accelerator("L40S"), policies=["recompute"])
+
+
+def test_a_small_tensor_without_a_value_stays_without():
+    """In the batch of a model that is built on the meta device; small ones with values keep them."""
+    batch = {"prompt": torch.empty(2, 3, device="meta"), "step": torch.tensor([7])}
+    _, found = unpickle(pickle_without_weights(torch.nn.Linear(2, 2), batch), "Linear")
+    assert found["prompt"].is_meta
+    assert found["prompt"].shape == (2, 3)
+    assert found["step"].tolist() == [7]
 
 
 def test_a_setting_that_a_live_model_has_already_is_refused():

@@ -11,6 +11,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from lowtide._torch import graph_task_id, uncompiled
 from lowtide.applying.caches import CacheDropper, holds_cache
 from lowtide.checkpointing.kept_outputs import COMPUTE
@@ -30,7 +32,6 @@ from lowtide.tiling.tiled_function import TiledFunction, max_over_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from lowtide.applying.guard import Guard
@@ -223,4 +224,6 @@ def _named_arguments(
 
 
 def _reads_cache(module: nn.Module, named: Mapping[str, Any]) -> bool:
-    return not module.training and any(holds_cache(name, value) for name, value in named.items())
+    """Return whether the call needs its cache: one that generates does, also of a model left in training mode."""
+    is_training = module.training and torch.is_grad_enabled()
+    return not is_training and any(holds_cache(name, value) for name, value in named.items())

@@ -225,8 +225,9 @@ class Guard:
         if self.loss is not None and not self.loss.calls and self.loss.name not in replaced:
             findings.append(
                 f"tile(loss): expected {self.loss.name!r} to make the loss in tiles, and it did not. The model was "
-                "called without labels or in evaluation mode, or computes its loss from different logits: pass labels, "
-                "or make your own loss with lowtide.linear_cross_entropy and leave tile(loss) out"
+                "called without labels or in evaluation mode, or computes its loss from different logits, as TRL's "
+                "trainers do: pass labels, or make your own loss with lowtide.linear_cross_entropy and leave "
+                "tile(loss) out"
             )
         return findings
 

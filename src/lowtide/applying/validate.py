@@ -7,6 +7,7 @@ MLPs, the head) is handed on as an `Installation`, so that nothing is looked for
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -170,7 +171,7 @@ def _blocks_to_tile(model: nn.Module, policy: Policy, regions: list[Region]) -> 
         raise NoRegionError(
             f"tile(attention): no region of {type(model).__name__} asks transformers for its attention function "
             "(ALL_ATTENTION_FUNCTIONS), so its calls of attention cannot be seen. Leave tile(attention) out: "
-            "'tile(mlp, loss)' tiles the rest"
+            "'tile(mlp)' tiles its MLPs all the same"
         )
     if others := [block.region.name for block in wanted if block not in found]:
         logger.info("tile(attention): no call of attention to be seen in %s: left alone", ", ".join(others))
@@ -182,7 +183,25 @@ def _head_to_tile(model: nn.Module, policy: Policy) -> Head | None:
         return None
     head = find_head(model)
     count_classes(head.module)  # refuses a head that does not tell how many
+    _check_fused_head(head, policy)
     return head
+
+
+_FUSED_HEAD = "fused_lm_head"
+"""The keyword by which TRL's trainers ask the forward that they gave a model for log-probabilities without logits."""
+
+
+def _check_fused_head(head: Head, policy: Policy) -> None:
+    """Refuse `tile(loss)` for a model of a TRL trainer: its head is never called, so that tiles of it do nothing."""
+    if _FUSED_HEAD not in inspect.signature(head.model.forward, follow_wrapped=False).parameters:
+        return
+    parts = tuple(part for part in policy.tile if part != "loss") or ("mlp",)
+    instead = dataclasses.replace(policy, tile=parts, loss_tokens=None).describe()
+    raise NoRegionError(
+        f"tile(loss): a TRL trainer has given {type(head.model).__name__} a forward that computes log-probabilities "
+        f"from the weight of {head.name!r} in tiles of its own and never makes logits, so there is nothing left to "
+        f"tile: use tile(mlp) without the loss, like {instead!r}"
+    )
 
 
 def _check_rules(policy: Policy, regions: list[Region], mlps: list[MLP]) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 import lowtide
+from lowtide.applying.validate import validate
 from lowtide.errors import InvalidValueError
 from lowtide.integrations.accelerate import check_fsdp
 
@@ -92,11 +93,16 @@ class LowtideCallback(TrainerCallback):
 def attach(
     trainer: Trainer, policy: Policy | str | Mapping[str, Any] = "recompute+offload", **options: Any
 ) -> LowtideCallback:
-    """Add a `LowtideCallback` ahead of the trainer's reporters, so that they see its figures."""
+    """Add a `LowtideCallback` ahead of the trainer's reporters, so that they see its figures.
+
+    A policy that this trainer's model cannot have is refused at once; the model changes when training begins.
+    """
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, LowtideCallback) for callback in callbacks):
         raise InvalidValueError("this trainer already has a LowtideCallback: remove it, or change its policy")
     check_fsdp(getattr(trainer.accelerator.state, "fsdp_plugin", None))
     callback = LowtideCallback(policy, **options)
+    if trainer.model is not None:
+        validate(trainer.model, callback.policy, options.get("regions"))
     callbacks.insert(0, callback)
     return callback

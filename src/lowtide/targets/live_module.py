@@ -29,7 +29,7 @@ def has_kept_size(tensor: torch.Tensor) -> bool:
 def pickle_without_weights(model: nn.Module, batch: Any) -> bytes:
     """Pickle a module and its batch, with shapes in the place of weights."""
     buffer = io.BytesIO()
-    batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu() if has_kept_size(tensor) else tensor, batch)
+    batch = pytree.tree_map_only(torch.Tensor, _with_kept_value, batch)
     try:
         _Pickler(buffer).dump((model, batch))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -38,6 +38,10 @@ def pickle_without_weights(model: nn.Module, batch: Any) -> bytes:
             "function in an importable module that builds it"
         ) from error
     return buffer.getvalue()
+
+
+def _with_kept_value(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu() if has_kept_size(tensor) and not tensor.is_meta else tensor
 
 
 def unpickle(content: bytes, name: str) -> tuple[nn.Module, Any]:

@@ -1,0 +1,79 @@
+"""Trains diffusion and vision models under every policy and writes down how that went: `make test-vision`.
+
+The record (`docs/vision.json`) has every test of `tests/vision` with its outcome, and the versions of the packages; the
+table in `docs/frameworks/diffusion.md` is held to it by a test. With `--plans`, the plans of the video models in
+`examples/video_plan.py` are made as well (many minutes), for `docs/video_plans.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "docs" / "vision.json"
+PLANS = ROOT / "docs" / "video_plans.json"
+PACKAGES = ("torch", "diffusers", "timm", "peft")
+FACTORIES = ("wan_14b_480p", "wan_14b_720p", "hunyuan_13b_720p")
+DEVICE = "H100"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--plans"]:
+        write(PLANS, {"packages": versions(), "plans": {factory: plan(factory) for factory in FACTORIES}})
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "tests/vision", "-m", "", f"--junitxml={results}", *arguments]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if results.exists() and not arguments:
+            write(RECORD, {"packages": versions(), "tests": outcomes(results)})
+    return code
+
+
+def versions() -> dict[str, str]:
+    return {package: metadata.version(package) for package in PACKAGES}
+
+
+def outcomes(results: Path) -> dict[str, str]:
+    """Return how each test went: passed, failed or skipped."""
+    found = {}
+    for case in ET.parse(results).iter("testcase"):  # noqa: S314  (pytest has just written it)
+        tags = {child.tag for child in case}
+        failed = bool(tags & {"failure", "error"})
+        name = f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
+        found[name] = "failed" if failed else "skipped" if "skipped" in tags else "passed"
+    return found
+
+
+def plan(factory: str) -> dict[str, Any]:
+    """Plan one video model, and return what the page shows of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder) / "plan.json"
+        command = [sys.executable, "-W", "ignore", "-m", "lowtide", "plan", f"video_plan:{factory}"]
+        options = ["--device", DEVICE, "--format", "json", "-o", str(to)]
+        subprocess.run([*command, *options], cwd=ROOT / "examples", check=False)  # 1 says that nothing fits
+        found = json.loads(to.read_text())
+    return {"device": DEVICE, "best": found["policy"], "rows": [row(candidate) for candidate in found["candidates"]]}
+
+
+def row(candidate: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of one policy's estimate."""
+    estimate = candidate["estimate"]
+    figures = {name: estimate[name] for name in ("policy", "host_bytes", "seconds")}
+    return figures | {"fits": candidate["fits"], "device_bytes": candidate["device_bytes"]}
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{path.relative_to(ROOT)} is written")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
