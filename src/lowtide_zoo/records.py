@@ -12,12 +12,17 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.auditing.report import RUNS, as_json
+from lowtide.auditing.grades import GRADES, Grade
+from lowtide.auditing.report import as_json
+from lowtide.auditing.result import RUNS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Status = Literal["audited", "no checkpointing", "refused", "not built", "failed to run", "timed out"]
+
+NO_FAILURE = "no failure"
+"""The word for an architecture that was audited and has no grade."""
 
 _MOST = 0.5
 """A check fails everywhere if it fails for this share of the audited models, and for two at least. Models that it does
@@ -50,6 +55,26 @@ class Record:
     """The regions that ran in tiles as a whole, attention included."""
     left_alone: dict[str, str] = dataclasses.field(default_factory=dict)
     """The regions that did not although they call attention, and why."""
+
+    def __post_init__(self) -> None:
+        """Grade failures by their check where a record says nothing: older ones do not."""
+        for failure in (*self.failures, *self.unconfirmed):
+            failure.setdefault("grade", str(GRADES.get(failure["name"], Grade.WRONG)))
+
+    @property
+    def grades(self) -> list[Grade]:
+        """The grades of the failures."""
+        return [Grade(failure["grade"]) for failure in self.failures]
+
+    @property
+    def worst(self) -> Grade | None:
+        """The worst grade of a failure; None if nothing failed."""
+        return max(self.grades, key=list(Grade).index, default=None)
+
+    def worst_in(self, mode: str) -> Grade | None:
+        """Return the worst grade of a failure in one mode; None if nothing failed in it."""
+        failures = [failure for failure in self.failures if failure["mode"] == mode]
+        return dataclasses.replace(self, failures=failures).worst
 
     def to_json(self) -> str:
         return as_json(dataclasses.asdict(self))
@@ -100,6 +125,8 @@ class Summary:
     engine: str
     total: int
     by_status: dict[str, int]
+    by_grade: dict[str, int]
+    """The number of audited architectures by the worst grade of their failures, the worst first, and without any."""
     by_check: dict[str, int]
     """The number of architectures that fail, by "mode: check"."""
     everywhere: list[str]
@@ -124,10 +151,17 @@ def summarize(records: list[Record]) -> Summary:
         engine=records[0].engine if records else "",
         total=len(records),
         by_status=dict(collections.Counter(record.status for record in records).most_common()),
+        by_grade=_by_grade(audited),
         by_check=dict(counts.most_common()),
         everywhere=sorted(everywhere),
         failing=failing,
     )
+
+
+def _by_grade(audited: list[Record]) -> dict[str, int]:
+    worst = collections.Counter(record.worst for record in audited)
+    order: list[Grade | None] = [*reversed(Grade), None]
+    return {str(grade or NO_FAILURE): worst[grade] for grade in order if worst[grade]}
 
 
 def fails_everywhere(records: list[Record]) -> set[tuple[str, str]]:

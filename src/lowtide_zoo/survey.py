@@ -23,7 +23,7 @@ import torch
 import lowtide
 import lowtide_zoo as zoo
 from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, CheckResult, Verdict, audit
-from lowtide.auditing.setups import MODES
+from lowtide.auditing.setups import MODES, PLAIN
 from lowtide.errors import CacheError, LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
 from lowtide.objective import objective
 from lowtide_zoo.records import Record, command_for, read_records, surveyed, unfinished
@@ -253,7 +253,11 @@ def _audit_policy(
     report = audit(model, batch, configure=configure, checks=checks, dropout=dropout, seed=seed)
     return dataclasses.replace(
         report,
-        checks=[dataclasses.replace(check, mode=policy) for check in _comparable(policy, report.checks)],
+        checks=[
+            dataclasses.replace(check, mode=policy)
+            for check in _comparable(policy, report.checks)
+            if check.mode != PLAIN  # what is said about the plain model, transformers' survey says
+        ],
         blocks=dict(zip([policy], report.blocks.values(), strict=False)),  # empty if the set-up did not run
     )
 
@@ -295,7 +299,7 @@ def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]
     for report in first:
         for check in report.failures:
             failure: dict[str, Any] = check.to_dict()
-            del failure["verdict"]
+            del failure["verdict"], failure["known"]
             failure["command"] = command_for(record.model_type, record.engine, check.mode)
             (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(failure)
 

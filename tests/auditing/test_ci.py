@@ -95,11 +95,11 @@ def unescaped(text: str) -> str:
 def test_github_errors_warnings_and_a_notice():
     found = commands(as_github(report()))
     assert [name for name, _, _ in found] == ["error", "warning", "notice"]
-    assert found[0][1] == "TinyModel [default] gradients present"
-    assert found[1][1:] == ("TinyModel [default] memory", "nothing held\nplain_bytes: 2048")
+    assert found[0][1] == "TinyModel [default] gradients present (wrong)"
+    assert found[1][1:] == ("TinyModel [default] memory (inconclusive)", "nothing held\nplain_bytes: 2048")
     assert found[2][1:] == (
         "lowtide audit of TinyModel",
-        "not ok: 2 pass, 1 fail, 1 inconclusive, 1 not applicable",
+        "not ok: Parameters lose their gradient (default) (1 wrong, 2 pass, 1 inconclusive, 1 not applicable)",
     )
 
 
@@ -111,15 +111,48 @@ def test_github_messages_hold_evidence_and_remedy_in_one_line():
 
 def test_github_escapes_what_ends_a_property_or_a_line():
     text = as_github(one(verdict=Verdict.FAIL, mode="tile(tokens=8, loss: 4)", summary="100%\r\n::error::no"))
-    assert text.splitlines()[0] == ("::error title=M [tile(tokens=8%2C loss%3A 4)] outputs::100%25%0D%0A::error::no")
+    assert text.splitlines()[0] == (
+        "::error title=M [tile(tokens=8%2C loss%3A 4)] outputs (wrong)::100%25%0D%0A::error::no"
+    )
 
 
 def test_github_a_passing_report_is_one_notice():
-    assert commands(as_github(one(verdict=Verdict.PASS))) == [("notice", "lowtide audit of M", "ok: 1 pass")]
+    assert commands(as_github(one(verdict=Verdict.PASS))) == [
+        ("notice", "lowtide audit of M", "ok: No check failed (1 pass)")
+    ]
 
 
 def test_github_nothing_proven_is_not_ok():
     (notice,) = commands(as_github(one(verdict=Verdict.NOT_APPLICABLE)))
-    assert notice[2] == "not ok: 1 not applicable"
+    assert notice[2] == "not ok: No check passed: nothing is proven (1 not applicable)"
     empty = AuditReport(model="M", seed=0, blocks={}, checks=[])
-    assert commands(as_github(empty))[0][2] == "not ok: no check was run"
+    assert commands(as_github(empty))[0][2] == "not ok: No check passed: nothing is proven (no check was run)"
+
+
+def mild() -> AuditReport:
+    """Nothing of which counts: one failure is untidy, and the other is known."""
+    checks = [
+        check("gradient values", Verdict.PASS),
+        check("idempotent", Verdict.FAIL),
+        check("memory", Verdict.FAIL, known=True),
+    ]
+    return AuditReport(model="M", seed=0, blocks={}, checks=checks)
+
+
+def test_junit_failures_that_do_not_count_are_skipped_with_their_grade():
+    (suite,) = ET.fromstring(as_junit(mild())).iter("testsuite")  # noqa: S314  (our own)
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "2")
+    skipped = [element.get("message") for element in suite.iter("skipped")]
+    assert skipped == ["untidy: what idempotent found", "known, no-effect: what memory found"]
+    (failure,) = ET.fromstring(as_junit(report())).iter("failure")  # noqa: S314  (our own)
+    assert failure.get("type") == "wrong"
+
+
+def test_github_failures_that_do_not_count_are_no_errors():
+    found = commands(as_github(mild()))
+    assert [(name, title) for name, title, _ in found] == [
+        ("warning", "M [default] idempotent (untidy)"),
+        ("notice", "M [default] memory (known, no-effect)"),
+        ("notice", "lowtide audit of M"),
+    ]
+    assert found[-1][2].startswith("ok: Gradients are right; untidy: switched on twice, it adds up; 1 known failure (")

@@ -39,12 +39,14 @@ from lowtide.errors import CannotAuditError
 from lowtide.modules import named_parameters, unwrap_ddp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from lowtide.auditing.comparison import Comparison, Gradients
     from lowtide.auditing.step import Experiment
+
+_LITTLE = 0.02
 
 
 class Reference:
@@ -81,6 +83,22 @@ class Reference:
     def is_vacuous(self) -> bool:
         """Whether a comparison would prove nothing: all gradients are zero, or the loss is not finite."""
         return largest_gradient(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
+
+    def parameters_that_change_the_loss(self, names: Sequence[str]) -> list[str]:
+        """Change each of these parameters a little, run forward, and return those with which the loss changes."""
+        parameters = dict(named_parameters(self.model))
+        loss = self.first.loss
+        noise = 4 * float((self._loss() - loss).abs())
+        found = []
+        for name in names:
+            with changed_a_little(parameters[name]):
+                if not float((self._loss() - loss).abs()) <= noise:  # so that NaN counts as a change
+                    found.append(name)
+        return found
+
+    def _loss(self) -> Tensor:
+        with without_torch_checkpoint(self.model), self.experiment.prepared(self.model):
+            return self.experiment.objective(self.experiment.call(self.model)).detach()
 
     def trained_only(self, names: frozenset[str]) -> Observation:
         """Observe the plain model with only these weights trained and everything else frozen; once for each set."""
@@ -147,6 +165,21 @@ def _in_double(batch: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return pytree.tree_map(double, batch)
+
+
+@contextlib.contextmanager
+def changed_a_little(parameter: nn.Parameter) -> Iterator[None]:
+    """Add noise of a fiftieth of a parameter's size to it; put its bits back afterwards."""
+    before = parameter.detach().clone()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+    with torch.no_grad():
+        parameter.add_(noise, alpha=_LITTLE * (float(before.float().square().mean().sqrt()) or 1.0))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            parameter.copy_(before)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import fnmatch
 import itertools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,14 +31,20 @@ from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
+    from lowtide.auditing.grades import Grade
     from lowtide_zoo.audited_model import AuditedModel
     from lowtide_zoo.records import Record
 
-_COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow", "not applicable": "dim"}
-_FOR_ONE = ("policy", "checks", "seed", "device")
+_COLOURS = {"pass": "green", "untidy": "yellow", "inconclusive": "yellow", "not applicable": "dim"}
+"""By label; other failures are red."""
+_FOR_ONE = ("policy", "checks", "seed", "device", "baseline")
 _FOR_ZOO = ("family", "workers", "timeout", "resume", "records")
 _NO_ANSWER = ("failed to run", "timed out")
 """Records of the zoo that say nothing about the engine. One that was refused or not built has its reason."""
+
+
+_MORE = ". lowtide -v audit ... shows the traceback"
+_logger = logging.getLogger(__name__)
 
 
 class EngineName(enum.StrEnum):
@@ -64,6 +71,19 @@ def audit(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for random weights, batch and dropout.")] = 0,
     device: Annotated[str | None, typer.Option(help="Move the model and the batch there first, e.g. cuda.")] = None,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<untidy|unsafe|no-effect|wrong>",
+            help="The mildest grade of a failure that makes the exit code 1: untidy (hooks are left), unsafe (under "
+            "DDP), no-effect (no memory saved) or wrong (gradients). Default: unsafe.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="An earlier report, made with --format json: the failures in it are known and do not count."),
+    ] = None,
     output: Annotated[Format, format_option("the report", *Format)] = Format.TEXT,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this file instead.")] = None,
     whole_zoo: Annotated[
@@ -87,8 +107,9 @@ def audit(
     random ones; if that does not fit in memory, a tiny model of the same type is
     audited instead, and a note says so.
 
-    Exit code 0: nothing failed. 1: a check failed, or nothing is proven about
-    gradients. 2: it could not run; with --zoo, for at least one architecture.
+    Exit code 0: nothing failed that counts (--fail-on, --baseline). 1: a check
+    failed, or nothing is proven about gradients. 2: it could not run; with
+    --zoo, for at least one architecture.
 
     Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
 
@@ -98,6 +119,7 @@ def audit(
 
     All architectures, against our engine:  [bold]lowtide audit --zoo --engine lowtide[/]
     """
+    from lowtide.auditing.grades import grade_named
     from lowtide.errors import LowtideError
 
     if (target is None) != whole_zoo:
@@ -110,11 +132,16 @@ def audit(
     check_output(to)
     try:
         if whole_zoo:
-            code = _audit_zoo(engine or EngineName.TRANSFORMERS, family, records, workers, timeout, resume, output, to)
+            chosen = engine or EngineName.TRANSFORMERS
+            threshold = grade_named(fail_on or "unsafe")
+            code = _audit_zoo(chosen, family, records, workers, timeout, resume, threshold, output, to)
         else:
-            code = _audit_one(str(target), engine, policy, checks, seed, device, output, to)
+            judged = {"fail_on": fail_on, "baseline": baseline}
+            given = {name: value for name, value in judged.items() if value is not None}
+            code = _audit_one(str(target), engine, policy, checks, seed, device, given, output, to)
     except LowtideError as error:
-        give_up(str(error))
+        _logger.debug("the audit could not run", exc_info=error)
+        give_up(str(error) + (_MORE if error.__cause__ is not None and not _logger.isEnabledFor(logging.DEBUG) else ""))
     raise typer.Exit(code)
 
 
@@ -125,11 +152,12 @@ def _audit_one(
     checks: str | None,
     seed: int,
     device: str | None,
+    judged: dict[str, Any],
     output: Format,
     to: Path | None,
 ) -> int:
     import lowtide
-    from lowtide.auditing.report import REFUSAL
+    from lowtide.auditing.result import REFUSAL
     from lowtide.targets.models import current_folder_importable
     from lowtide.targets.target import is_factory
     from lowtide_zoo.audited_model import load_audited
@@ -145,7 +173,7 @@ def _audit_one(
             note(audited.note)
         if device is not None:
             audited = audited.to(device)
-        options: dict[str, Any] = {"seed": seed, **audited.options, **_setup(engine, policy, audited)}
+        options: dict[str, Any] = {"seed": seed, **audited.options, **_setup(engine, policy, audited), **judged}
         if checks is not None:
             options["checks"] = [check.strip() for check in checks.split(",")]
         with console.status(f"auditing {escape(name)}"):
@@ -214,17 +242,16 @@ def _formatted(report: AuditReport, output: Format) -> str:
 
 
 def _print_text(report: AuditReport) -> None:
+    """Print the text report in colours."""
+    from lowtide.auditing.report import text_lines
+
     console = Console(highlight=False)
-    mode = None
-    for check in report.checks:
-        if check.mode != mode:
-            mode = check.mode
-            console.print(f"[bold]{escape(report.model)}[/], {escape(mode)}")
-        colour = _COLOURS[check.verdict]
-        print_paragraph(console, f"  [{colour}]{check.verdict:<14}[/] {escape(check.name)}: {escape(check.summary)}")
-        if check.verdict in ("fail", "inconclusive") and check.remedy:
-            print_paragraph(console, f"                 [dim]remedy: {escape(check.remedy)}[/]")
-    console.print(f"[{'green' if report.ok else 'red'}]{escape(report.conclusion)}[/]")
+    for label, text, check in text_lines(report):
+        if check is None:
+            print_paragraph(console, f"[bold]{escape(text)}[/]")
+        else:
+            colour = _COLOURS.get(check.label, "red") if label else "dim"
+            print_paragraph(console, f"  [{colour}]{label:<9}[/] {escape(text)}")
 
 
 def _audit_zoo(
@@ -234,6 +261,7 @@ def _audit_zoo(
     workers: int,
     timeout: float,
     resume: bool,
+    fail_on: Grade,
     output: Format,
     to: Path | None,
 ) -> int:
@@ -260,7 +288,7 @@ def _audit_zoo(
             wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=on_record
         )
     _print_zoo(found, output, to)
-    if any(record.failures for record in found):
+    if any(grade.reaches(fail_on) for record in found for grade in record.grades):
         return 1
     return COULD_NOT_RUN if any(record.status in _NO_ANSWER for record in found) else 0
 
