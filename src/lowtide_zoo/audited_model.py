@@ -47,10 +47,15 @@ class AuditedModel:
     batch: Any
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keywords of `lowtide.audit` that a factory gave, or that the zoo's models need."""
-    is_tiny: bool = False
-    """Whether it comes from the zoo."""
+    tiny_model: zoo.TinyModel | None = None
+    """What it was built from, if it comes from the zoo."""
     note: str | None = None
     """Why this is not the model that was named, if it is not."""
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether it comes from the zoo."""
+        return self.tiny_model is not None
 
     def to(self, device: str) -> AuditedModel:
         """Move the model and the tensors of the batch to a device."""
@@ -93,7 +98,7 @@ def _tiny(target: Target, seed: int) -> AuditedModel:
         model=tiny_model.build(seed),
         batch=tiny_model.batch(seed),
         options={"dropout": DROPOUT},
-        is_tiny=True,
+        tiny_model=tiny_model,
     )
 
 

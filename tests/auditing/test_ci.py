@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from lowtide.auditing import AuditReport, Verdict
-from lowtide.auditing.ci import as_github, as_junit, evidence_lines
+from lowtide.auditing import AuditReport, Grade, Verdict
+from lowtide.auditing.ci import as_badge, as_github, as_junit, as_markdown, evidence_lines
 from support.sample_reports import check, report
 
 
@@ -156,3 +161,69 @@ def test_github_failures_that_do_not_count_are_no_errors():
         ("notice", "lowtide audit of M"),
     ]
     assert found[-1][2].startswith("ok: Gradients are right; untidy: switched on twice, it adds up; 1 known failure (")
+
+
+def test_markdown_is_a_sentence_and_a_table_of_what_is_not_right():
+    lines = as_markdown(report()).splitlines()
+    assert lines[0] == "**not ok**: `TinyModel`: Parameters lose their gradient (default)."
+    assert lines[4:] == [
+        "| wrong | default | gradients present | 2 of 9 parameters &lt;b>lost&lt;/b> 50% & more: a, b |",
+        "| inconclusive | default | memory | nothing held |",
+    ]
+    assert "| no-effect (known) | default | memory |" in as_markdown(mild())
+
+
+@pytest.mark.parametrize(
+    ("made", "message", "colour"),
+    [
+        (report(), "wrong", "red"),
+        (mild(), "untidy", "yellow"),
+        (one(verdict=Verdict.PASS), "gradients right", "brightgreen"),
+        (one(verdict=Verdict.NOT_APPLICABLE), "not proven", "lightgrey"),
+    ],
+)
+def test_a_badge_says_the_worst_grade(made: AuditReport, message: str, colour: str):
+    badge = json.loads(as_badge(made))
+    assert (badge["schemaVersion"], badge["message"], badge["color"]) == (1, message, colour)
+
+
+@pytest.mark.parametrize("made", [report(), mild(), one(verdict=Verdict.FAIL, escalated=Grade.UNTIDY)])
+def test_a_report_is_read_back(made: AuditReport):
+    assert AuditReport.from_json(made.to_json()) == made
+
+
+def test_the_action_audits_once_and_writes_annotations_comment_and_badge(tmp_path: Path):
+    (tmp_path / "factory.py").write_text(
+        "from models import engines\n"
+        "def faulty():\n"
+        "    model, batch = engines.net()\n"
+        "    checks = ['recomputed', 'gradient values']\n"
+        "    return model, batch, {'configure': engines.SkipsALayer(), 'loss': engines.loss, 'checks': checks}\n"
+    )
+    root = Path(__file__).parents[2]
+    paths = [str(tmp_path), str(root / "tests"), str(root / "src")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def act(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(root / "tools" / "audit_action.py"), str(tmp_path), "factory:faulty", *options]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    done = act()
+    assert done.returncode == 1, done.stderr
+    found = commands(done.stdout)
+    assert [name for name, _, _ in found] == ["error", "notice"]
+    assert found[0][1] == "Net [configured] recomputed (no-effect)"
+    comment = (tmp_path / "comment.md").read_text().splitlines()
+    assert comment[0] == "<!-- lowtide audit of factory:faulty -->"
+    assert comment[1] == "**not ok**: `Net`: Gradients are right; layers is not wholly recomputed."
+    assert json.loads((tmp_path / "badge.json").read_text())["message"] == "no-effect"
+    (tmp_path / "report.json").rename(tmp_path / "known.json")
+    assert act("--baseline", str(tmp_path / "known.json")).returncode == 0
+    assert json.loads((tmp_path / "badge.json").read_text())["message"] == "gradients right"
+
+
+def test_the_action_passes_every_input_on():
+    text = (Path(__file__).parents[2] / "action.yml").read_text()
+    inputs = re.findall(r"^  ([\w-]+):$", text.partition("inputs:")[2].partition("outputs:")[0], re.MULTILINE)
+    assert inputs == ["target", "fail-on", "baseline", "policy", "comment", "install", "token"]
+    assert [name for name in inputs if f"inputs.{name}" not in text] == []

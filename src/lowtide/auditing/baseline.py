@@ -8,15 +8,13 @@ and none that the baseline does not name. Everything else about the two reports 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.grades import GRADES, Grade
+from lowtide.auditing.report import AuditReport
 from lowtide.errors import CannotAuditError
 
 if TYPE_CHECKING:
-    from lowtide.auditing.report import AuditReport
     from lowtide.auditing.result import CheckResult
 
 _NAMES = (
@@ -38,20 +36,18 @@ _NAMES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The failures of an earlier report."""
+    """An earlier report, and where it is."""
 
     path: Path
-    model: str
-    failures: dict[tuple[str, str], dict[str, Any]]
-    """By mode and check."""
+    report: AuditReport
 
     def has(self, check: CheckResult) -> bool:
         """Return whether this failure is known."""
-        known = self.failures.get((check.mode, check.name))
-        if known is None or check.grade is None or not Grade(known["grade"]).reaches(check.grade):
+        known = next((k for k in self.report.failures if (k.mode, k.name) == (check.mode, check.name)), None)
+        if known is None or known.grade is None or check.grade is None or not known.grade.reaches(check.grade):
             return False
-        before, now = _subjects(known["evidence"]), _subjects(check.evidence)
-        count = known["evidence"].get("count", len(before))
+        before, now = _subjects(known.evidence), _subjects(check.evidence)
+        count = known.evidence.get("count", len(before))
         is_cut_short = count > len(before)  # evidence names the first few: others may come to the fore
         return check.evidence.get("count", len(now)) <= count and (is_cut_short or now <= before)
 
@@ -60,28 +56,21 @@ def read_baseline(path: str | Path) -> Baseline:
     """Read a report that was written as JSON."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text())
-        failures = {
-            (check["mode"], check["name"]): {
-                "evidence": check["evidence"],
-                "grade": check.get("grade") or GRADES.get(check["name"], Grade.WRONG),
-            }
-            for check in data["checks"]
-            if check["verdict"] == "fail"
-        }
-        return Baseline(path=path, model=data["model"], failures=failures)
+        report = AuditReport.from_json(path.read_text())
     except OSError as error:
         raise CannotAuditError(f"the baseline {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CannotAuditError(
             f"the baseline {path} is not a report: write one with lowtide audit ... --format json -o {path}"
         ) from error
+    return Baseline(path=path, report=report)
 
 
 def against(report: AuditReport, baseline: Baseline) -> AuditReport:
     """Return the report with the failures marked that the baseline has, too."""
-    if baseline.model != report.model:
-        raise CannotAuditError(f"the baseline {baseline.path} is a report about {baseline.model}, not {report.model}")
+    model = baseline.report.model
+    if model != report.model:
+        raise CannotAuditError(f"the baseline {baseline.path} is a report about {model}, not {report.model}")
     checks = [dataclasses.replace(check, known=baseline.has(check)) for check in report.checks]
     return dataclasses.replace(report, checks=checks)
 

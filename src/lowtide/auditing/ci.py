@@ -16,6 +16,7 @@ Both formats hold plain text, so evidence is written as indented lines with one 
 from __future__ import annotations
 
 import collections
+import json
 import re
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
@@ -110,6 +111,33 @@ def _escape_data(text: str) -> str:
 
 def _escape_property(text: str) -> str:
     return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def as_markdown(report: AuditReport) -> str:
+    """Write the report as a comment on a pull request: the sentence, and a table of what is not as it should be."""
+    shown = [check for check in report.checks if check.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE)]
+    lines = [f"**{'ok' if report.ok else 'not ok'}**: `{report.model}`: {report.conclusion}."]
+    if shown:
+        lines += ["", "| grade | mode | check | what was found |", "|---|---|---|---|"]
+    for check in shown:
+        words = f"{check.label}{' (known)' if check.known else ''}"
+        lines.append(f"| {words} | {_cell(check.mode)} | {check.name} | {_cell(check.summary)} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def as_badge(report: AuditReport) -> str:
+    """Write what shields.io's endpoint badges read."""
+    grades = [check.grade for check in report.failures if check.grade is not None and not check.known]
+    message, colour = "not proven", "lightgrey"
+    if grades:
+        message, colour = str(max(grades, key=list(Grade).index)), "yellow" if report.ok else "red"
+    elif report.ok:
+        message, colour = "gradients right", "brightgreen"
+    return json.dumps({"schemaVersion": 1, "label": "lowtide audit", "message": message, "color": colour})
 
 
 def details(check: CheckResult) -> str:

@@ -95,11 +95,30 @@ class AuditReport:
         """Return the report as strict JSON: numbers that are not finite are strings such as "NaN"."""
         return as_json(self.to_dict(), indent=2)
 
+    @classmethod
+    def from_json(cls, text: str) -> AuditReport:
+        """Return the report that `to_json` wrote; figures that are not finite stay strings."""
+        data = json.loads(text)
+        return cls(
+            model=data["model"],
+            checks=[_result(check) for check in data["checks"]],
+            blocks=data["blocks"],
+            seed=data["seed"],
+            fail_on=Grade(data.get("fail_on", Grade.UNSAFE)),
+        )
+
     def to_html(self) -> str:
         """Return the report as one HTML page that loads nothing. Needs the `html` extra."""
         from lowtide.auditing.html import as_html
 
         return as_html(self)
+
+
+def _result(data: dict[str, Any]) -> CheckResult:
+    known = {field.name: data[field.name] for field in dataclasses.fields(CheckResult) if field.name in data}
+    result = CheckResult(**known | {"verdict": Verdict(data["verdict"])})
+    grade = data.get("grade")  # older reports have none
+    return result if grade in (None, result.grade) else dataclasses.replace(result, escalated=Grade(grade))
 
 
 def as_text(report: AuditReport) -> str:

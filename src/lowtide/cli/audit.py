@@ -32,6 +32,7 @@ from lowtide.progress import progress_bar
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
     from lowtide.auditing.grades import Grade
+    from lowtide_zoo import TinyModel
     from lowtide_zoo.audited_model import AuditedModel
     from lowtide_zoo.records import Record
 
@@ -117,6 +118,9 @@ def audit(
 
     Your own model, in CI:  [bold]lowtide audit my_package.models:tiny --format github[/]
 
+    A report for transformers, with a script that shows the worst fault:
+    [bold]lowtide audit mllama --format issue[/]
+
     All architectures, against our engine:  [bold]lowtide audit --zoo --engine lowtide[/]
     """
     from lowtide.auditing.grades import grade_named
@@ -171,6 +175,8 @@ def _audit_one(
             audited = load_audited(name, seed=seed)
         if audited.note is not None:  # before the audit, so that it is said even if the audit fails
             note(audited.note)
+        if output is Format.ISSUE and audited.tiny_model is None:
+            give_up("--format issue writes a script from a model type of transformers: name one, such as llama")
         if device is not None:
             audited = audited.to(device)
         options: dict[str, Any] = {"seed": seed, **audited.options, **_setup(engine, policy, audited), **judged}
@@ -183,8 +189,23 @@ def _audit_one(
             give_up(check.evidence[REFUSAL])
     if audited.note is not None:
         report = dataclasses.replace(report, model=f"{report.model} (tiny, in place of {audited.name})")
-    _print(report, output, to)
+    if output is Format.ISSUE and audited.tiny_model is not None:
+        write(_issue(audited.tiny_model, report), to)
+    else:
+        _print(report, output, to)
     return 0 if report.ok else 1
+
+
+def _issue(tiny_model: TinyModel, report: AuditReport) -> str:
+    """Write up the worst failure, after its script has shown it."""
+    from lowtide_zoo.issue import shows, write_issue
+
+    issue = write_issue(tiny_model, report)
+    with Console(stderr=True).status("running the script"):
+        output = shows(issue)
+    if output is None:
+        give_up(f"the script does not show this failure, so it is not written up: {issue.title}")
+    return issue.as_text(output)
 
 
 def _check_device(device: str) -> None:

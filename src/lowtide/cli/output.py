@@ -33,6 +33,7 @@ class Format(enum.StrEnum):
     HTML = "html"
     JUNIT = "junit"
     GITHUB = "github"
+    ISSUE = "issue"
 
 
 def format_option(what: str, *formats: Format) -> Any:
