@@ -65,12 +65,19 @@ class AuditedModel:
         return dataclasses.replace(self, model=self.model.to(device), batch=batch)
 
 
-def load_audited(name: str, *, seed: int = 0) -> AuditedModel:
-    """Find the model that `name` stands for, in any form that `lowtide plan` takes, too, and make it ready to audit."""
+def load_audited(
+    name: str, *, seed: int = 0, model_class: str | None = None, variant: str | None = None
+) -> AuditedModel:
+    """Find the model that `name` stands for, in any form that `lowtide plan` takes, too, and make it ready to audit.
+
+    A model type may come with one of its classes, and with a variant.
+    """
     try:
         target = find_target(name)
         if target.kind == "model type":
-            return _tiny(target, seed)
+            return _tiny(target, seed, model_class, variant)
+        if model_class is not None or variant is not None:
+            raise CannotAuditError(f"--class and --variant go with a model type, and {name} is not one")
         parameters = count_parameters(target)
         if parameters is not None and parameters * BYTES_PER_PARAMETER > available_memory():
             return dataclasses.replace(_tiny(target, seed), note=_too_large(target, parameters))
@@ -91,8 +98,8 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _tiny(target: Target, seed: int) -> AuditedModel:
-    tiny_model = zoo.find(target.fields["model_type"])
+def _tiny(target: Target, seed: int, model_class: str | None = None, variant: str | None = None) -> AuditedModel:
+    tiny_model = zoo.find(target.fields["model_type"], model_class=model_class, variant=variant)
     return AuditedModel(
         name=target.name,
         model=tiny_model.build(seed),

@@ -34,7 +34,9 @@ _LAST = ("audited", "no checkpointing", "refused", "not built")
 def as_text(records: list[Record]) -> str:
     """Format the summary of one engine's records for a terminal."""
     summary = summarize(records)
-    lines = [f"{summary.total} model types, engine {summary.engine}"]
+    types = len({record.model_type for record in records})
+    more = f", {summary.total} classes and variants" if summary.total > types else ""
+    lines = [f"{types} model types{more}, engine {summary.engine}"]
     lines += [f"  {count:>4} {status}" for status, count in summary.by_status.items()]
     if summary.by_grade:
         lines.append("architectures by the worst grade of their failures:")
@@ -51,7 +53,7 @@ def as_text(records: list[Record]) -> str:
 def as_json(records: list[Record]) -> str:
     """Format everything: the summary, then the records."""
     data: dict[str, Any] = dataclasses.asdict(summarize(records))
-    ordered = sorted(records, key=lambda record: record.model_type)
+    ordered = sorted(records, key=lambda record: record.subject)
     return strict_json.as_json({"summary": data, "records": [dataclasses.asdict(record) for record in ordered]})
 
 
@@ -96,7 +98,7 @@ def _row(record: Record, everywhere: set[tuple[str, str]], *, with_runs: bool) -
     grades = list(Grade)
     own = [failure for failure in record.failures if (failure["mode"], failure["name"]) not in everywhere]
     worst = max((grades.index(Grade(failure["grade"])) for failure in own), default=-1)
-    return vars(record) | {"verdicts": verdicts, "own": own, "worst": worst}
+    return vars(record) | {"name": record.subject.name, "verdicts": verdicts, "own": own, "worst": worst}
 
 
 def _sort_key(row: dict[str, Any]) -> tuple[int, int, str]:

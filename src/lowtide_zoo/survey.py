@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import importlib.metadata
 import multiprocessing
 import time
@@ -27,6 +28,7 @@ from lowtide.auditing.setups import MODES, PLAIN
 from lowtide.errors import CacheError, LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
 from lowtide.objective import objective
 from lowtide_zoo.records import Record, command_for, read_records, surveyed, unfinished
+from lowtide_zoo.subjects import Subject, subjects_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +67,7 @@ class Engine(enum.StrEnum):
 
 
 def run_survey(
-    model_types: Sequence[str],
+    model_types: Sequence[str | Subject],
     engine: Engine,
     path: Path,
     *,
@@ -76,11 +78,13 @@ def run_survey(
 ) -> list[Record]:
     """Audit all of these model types, and write a line for each; with `resume`, skip those that the file has already.
 
-    Without `resume`, the file's records of these types under this engine are replaced; all other records stay.
+    A subject in the place of a model type names a class or a variant. Without `resume`, the file's records of these
+    subjects under this engine are replaced; all other records stay.
     """
-    _prepare(path, engine, () if resume else model_types)
+    subjects = [Subject(item) if isinstance(item, str) else item for item in model_types]
+    _prepare(path, engine, () if resume else subjects)
     done = surveyed(path, engine.value)
-    waiting = [model_type for model_type in model_types if model_type not in done]
+    waiting = [subject for subject in subjects if subject not in done]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     jobs: list[_Job] = []
@@ -96,24 +100,44 @@ def run_survey(
                     file.flush()
                     on_record(record)
             time.sleep(0.02)
-    wanted = set(model_types)
-    return [r for r in read_records(path) if r.engine == engine.value and r.model_type in wanted]
+    wanted = set(subjects)
+    return [r for r in read_records(path) if r.engine == engine.value and r.subject in wanted]
 
 
-def _prepare(path: Path, engine: Engine, replaced: Sequence[str]) -> None:
+def find_subjects(
+    model_types: Sequence[str],
+    *,
+    every_class: bool,
+    variants: bool,
+    workers: int = 2,
+    on_type: Callable[[str], None] = lambda _: None,
+) -> list[Subject]:
+    """List what a survey of these types audits, in as many processes; classes are built without values to tell them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    found: list[Subject] = []
+    look = functools.partial(subjects_of, every_class=every_class, variants=variants)
+    with context.Pool(workers) as pool:
+        for subjects in pool.imap(look, model_types):
+            found += subjects
+            on_type(subjects[0].model_type)
+    return found
+
+
+def _prepare(path: Path, engine: Engine, replaced: Sequence[Subject]) -> None:
     """Cut the file to whole lines, as a killed run may have left half a line, and drop the records to be replaced."""
     gone = set(replaced)
-    kept = [record for record in read_records(path) if record.engine != engine.value or record.model_type not in gone]
+    kept = [record for record in read_records(path) if record.engine != engine.value or record.subject not in gone]
     path.write_text("".join(f"{record.to_json()}\n" for record in kept))
 
 
 class _Job:
     """The audit of one architecture in its own process."""
 
-    def __init__(self, context: Any, model_type: str, engine: Engine) -> None:
-        self._model_type, self._engine = model_type, engine
+    def __init__(self, context: Any, subject: Subject, engine: Engine) -> None:
+        self._subject, self._engine = subject, engine
         self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(model_type, engine.value, sender), daemon=True)
+        self._process = context.Process(target=_work, args=(subject, engine.value, sender), daemon=True)
         self._process.start()
         sender.close()
         self._started = time.monotonic()
@@ -136,32 +160,37 @@ class _Job:
         return record
 
     def _unfinished(self, status: Status, why: str) -> Record:
-        return unfinished(self._model_type, self._engine.value, status, why, time.monotonic() - self._started)
+        return unfinished(self._subject, self._engine.value, status, why, time.monotonic() - self._started)
 
 
-def _work(model_type: str, engine: str, sender: Any) -> None:
+def _work(subject: Subject, engine: str, sender: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # models warn about odd set-ups, which the verdicts report anyway
     try:
-        record = survey_one(model_type, Engine(engine))
+        record = survey_one(subject, Engine(engine))
     except Exception as error:  # noqa: BLE001  whatever it was, it costs one architecture
-        record = unfinished(model_type, engine, "failed to run", f"{type(error).__name__}: {error}")
+        record = unfinished(subject, engine, "failed to run", f"{type(error).__name__}: {error}")
     sender.send(record)
     sender.close()
 
 
-def survey_one(model_type: str, engine: Engine) -> Record:
+def survey_one(subject: Subject | str, engine: Engine) -> Record:
     """Find, build and audit one architecture, in this process."""
     started = time.monotonic()
+    subject = Subject(subject) if isinstance(subject, str) else subject
     record = Record(
-        model_type=model_type,
+        model_type=subject.model_type,
+        subject_class=subject.model_class,
+        variant=subject.variant,
         engine=engine.value,
         status="audited",
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "lowtide")},
-        command=command_for(model_type, engine.value),
+        command=command_for(subject, engine.value),
     )
     try:
-        tiny_model = zoo.find(model_type)
+        tiny_model = zoo.find(
+            subject.model_type, model_class=subject.model_class or None, variant=subject.variant or None
+        )
         record.model_class = tiny_model.model_class
         _survey(record, tiny_model, engine)
     except zoo.CannotBuildError as error:
@@ -300,7 +329,7 @@ def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]
         for check in report.failures:
             failure: dict[str, Any] = check.to_dict()
             del failure["verdict"], failure["known"]
-            failure["command"] = command_for(record.model_type, record.engine, check.mode)
+            failure["command"] = command_for(record.subject, record.engine, check.mode)
             (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(failure)
 
 

@@ -307,7 +307,7 @@ def test_tiles_of_the_zoo_are_judged_without_dropout(run, monkeypatch, policy, d
 @pytest.mark.parametrize("fails", [False, True])
 def test_exit_codes_of_the_zoo(run, tmp_path, monkeypatch, statuses, code, fails):
     def run_survey(names, engine, path, **_):
-        return [one(name, status) for name, status in zip(names, statuses, strict=False)]
+        return [one(name.model_type, status) for name, status in zip(names, statuses, strict=False)]
 
     def one(name, status):
         failures = [{"mode": "default", "name": "memory"}] if fails and status == "audited" else []

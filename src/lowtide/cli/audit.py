@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from lowtide_zoo import TinyModel
     from lowtide_zoo.audited_model import AuditedModel
     from lowtide_zoo.records import Record
+    from lowtide_zoo.subjects import Subject
 
 _COLOURS = {"pass": "green", "untidy": "yellow", "inconclusive": "yellow", "not applicable": "dim"}
 """By label; other failures are red."""
-_FOR_ONE = ("policy", "checks", "seed", "device", "baseline")
-_FOR_ZOO = ("family", "workers", "timeout", "resume", "records")
+_FOR_ONE = ("policy", "checks", "seed", "device", "baseline", "model_class", "variant")
+_FOR_ZOO = ("family", "workers", "timeout", "resume", "records", "every_class", "variants")
 _NO_ANSWER = ("failed to run", "timed out")
 """Records of the zoo that say nothing about the engine. One that was refused or not built has its reason."""
 
@@ -72,6 +73,13 @@ def audit(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for random weights, batch and dropout.")] = 0,
     device: Annotated[str | None, typer.Option(help="Move the model and the batch there first, e.g. cuda.")] = None,
+    model_class: Annotated[
+        str | None, typer.Option("--class", help="With a model type: this class of it, e.g. BlipModel.")
+    ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="With a model type: turn a feature on, e.g. kv-sharing. An unknown name lists them all."),
+    ] = None,
     fail_on: Annotated[
         str | None,
         typer.Option(
@@ -91,6 +99,12 @@ def audit(
         bool, typer.Option("--zoo", help="Audit every architecture of the installed transformers, tiny and random.")
     ] = False,
     family: Annotated[str, typer.Option(help="With --zoo: only model types that match this glob.")] = "*",
+    every_class: Annotated[
+        bool, typer.Option("--every-class", help="With --zoo: all public classes that differ in more than their heads.")
+    ] = False,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="With --zoo: also with features on that are off by default.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, help="With --zoo: how many processes run at a time.")] = 2,
     timeout: Annotated[float, typer.Option(help="With --zoo: seconds per architecture.")] = 240,
     resume: Annotated[bool, typer.Option(help="With --zoo: continue where the records end.")] = False,
@@ -138,11 +152,13 @@ def audit(
         if whole_zoo:
             chosen = engine or EngineName.TRANSFORMERS
             threshold = grade_named(fail_on or "unsafe")
-            code = _audit_zoo(chosen, family, records, workers, timeout, resume, threshold, output, to)
+            found = _subjects(family, workers, every_class=every_class, variants=variants)
+            code = _audit_zoo(chosen, found, records, workers, timeout, resume, threshold, output, to)
         else:
             judged = {"fail_on": fail_on, "baseline": baseline}
             given = {name: value for name, value in judged.items() if value is not None}
-            code = _audit_one(str(target), engine, policy, checks, seed, device, given, output, to)
+            unusual = {"model_class": model_class, "variant": variant}
+            code = _audit_one(str(target), unusual, engine, policy, checks, seed, device, given, output, to)
     except LowtideError as error:
         _logger.debug("the audit could not run", exc_info=error)
         give_up(str(error) + (_MORE if error.__cause__ is not None and not _logger.isEnabledFor(logging.DEBUG) else ""))
@@ -151,6 +167,7 @@ def audit(
 
 def _audit_one(
     name: str,
+    unusual: dict[str, str | None],
     engine: EngineName | None,
     policy: str | None,
     checks: str | None,
@@ -172,7 +189,7 @@ def _audit_one(
     # A factory's model may import from the current folder late. For other targets a file there must not hide a package.
     with current_folder_importable() if is_factory(name) else contextlib.nullcontext():
         with console.status(f"building {escape(name)}"):
-            audited = load_audited(name, seed=seed)
+            audited = load_audited(name, seed=seed, **unusual)
         if audited.note is not None:  # before the audit, so that it is said even if the audit fails
             note(audited.note)
         if output is Format.ISSUE and audited.tiny_model is None:
@@ -275,9 +292,32 @@ def _print_text(report: AuditReport) -> None:
             print_paragraph(console, f"  [{colour}]{label:<9}[/] {escape(text)}")
 
 
+def _subjects(family: str, workers: int, *, every_class: bool, variants: bool) -> list[Subject]:
+    """List what the zoo's survey audits."""
+    import lowtide_zoo as zoo
+    from lowtide.errors import InvalidValueError
+    from lowtide_zoo.subjects import Subject
+    from lowtide_zoo.survey import find_subjects
+
+    wanted = [name for name in zoo.model_types() if fnmatch.fnmatchcase(name, family)]
+    if not wanted:
+        raise InvalidValueError(f"no model type of the installed transformers fits {family!r}")
+    if not every_class and not variants:
+        return [Subject(name) for name in wanted]
+    with progress_bar(Console(stderr=True), "looking for classes", total=len(wanted)) as show:
+        count = itertools.count(1)
+        return find_subjects(
+            wanted,
+            every_class=every_class,
+            variants=variants,
+            workers=workers,
+            on_type=lambda name: show(name, next(count), len(wanted)),
+        )
+
+
 def _audit_zoo(
     engine: EngineName,
-    family: str,
+    wanted: list[Subject],
     records: Path,
     workers: int,
     timeout: float,
@@ -286,16 +326,12 @@ def _audit_zoo(
     output: Format,
     to: Path | None,
 ) -> int:
-    import lowtide_zoo as zoo
     from lowtide.errors import InvalidValueError
     from lowtide_zoo.records import surveyed
     from lowtide_zoo.survey import Engine, run_survey
 
     if output not in (Format.TEXT, Format.JSON, Format.HTML):
         raise InvalidValueError(f"--zoo prints text, json or html, not {output}")
-    wanted = [name for name in zoo.model_types() if fnmatch.fnmatchcase(name, family)]
-    if not wanted:
-        raise InvalidValueError(f"no model type of the installed transformers fits {family!r}")
     done = surveyed(records, engine.value) if resume else set()
     left = len([name for name in wanted if name not in done])
     with progress_bar(Console(stderr=True), total=left, shows_remaining=True) as show:
@@ -303,7 +339,7 @@ def _audit_zoo(
 
         def on_record(record: Record) -> None:
             outcome = f"{len(record.failures)} failures" if record.failures else record.status
-            show(f"{record.model_type}: {outcome}", next(count), left)
+            show(f"{record.subject.name}: {outcome}", next(count), left)
 
         found = run_survey(
             wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=on_record

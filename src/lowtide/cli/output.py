@@ -63,7 +63,8 @@ def refuse_unused(context: typer.Context, names: tuple[str, ...], why: str) -> N
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            give_up(f"--{name.replace('_', '-')} {why}")
+            option = next(option for option in context.command.params if option.name == name)
+            give_up(f"{option.opts[0]} {why}")
 
 
 def check_output(to: Path | None) -> None:
