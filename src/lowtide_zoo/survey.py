@@ -27,6 +27,7 @@ from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, CheckResult,
 from lowtide.auditing.setups import MODES, PLAIN
 from lowtide.errors import CacheError, LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
 from lowtide.objective import objective
+from lowtide_zoo.peers import PEERS, audit_peer
 from lowtide_zoo.records import Record, command_for, read_records, surveyed, unfinished
 from lowtide_zoo.subjects import Subject, subjects_of
 
@@ -64,6 +65,11 @@ class Engine(enum.StrEnum):
     """The model's own flag, in both of its modes."""
     LOWTIDE = "lowtide"
     """`lowtide.apply`, with recomputation and with tiles."""
+    TRL = "trl"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    PEFT_KBIT = "peft-kbit"
+    """Set-ups of other libraries (`peers`)."""
 
 
 def run_survey(
@@ -203,7 +209,9 @@ def survey_one(subject: Subject | str, engine: Engine) -> Record:
 
 def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
     model = tiny_model.build(0)
-    if engine is Engine.TRANSFORMERS and not getattr(model, "supports_gradient_checkpointing", False):
+    if engine not in (Engine.LOWTIDE, Engine.ACCELERATE) and not getattr(
+        model, "supports_gradient_checkpointing", False
+    ):
         record.status, record.why = "no checkpointing", f"{tiny_model.model_class} does not support it"
         return
     accepted, refusals = _policies(model, tiny_model.batch(0), record) if engine is Engine.LOWTIDE else ([], {})
@@ -265,8 +273,10 @@ def _tiled_blocks(applied: lowtide.Applied) -> tuple[list[str], dict[str, str]]:
 def audit_tiny_model(
     tiny_model: zoo.TinyModel, engine: Engine, policies: list[str], *, seed: int, checks: list[str] | None = None
 ) -> list[AuditReport]:
-    """Return one report for transformers' own modes, or one per policy."""
+    """Return one report for transformers' own modes or a peer's, or one per policy."""
     model, batch = tiny_model.build(seed), tiny_model.batch(seed)
+    if engine.value in PEERS:
+        return [audit_peer(engine.value, model, batch, checks=checks, dropout=DROPOUT, seed=seed)]
     if engine is Engine.TRANSFORMERS:
         return [audit(model, batch, modes=MODES, checks=checks, dropout=DROPOUT, seed=seed)]
     return [_audit_policy(model, batch, policy, seed, checks) for policy in policies]

@@ -52,6 +52,10 @@ _logger = logging.getLogger(__name__)
 class EngineName(enum.StrEnum):
     TRANSFORMERS = "transformers"
     LOWTIDE = "lowtide"
+    TRL = "trl"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    PEFT_KBIT = "peft-kbit"
 
 
 def audit(
@@ -61,8 +65,9 @@ def audit(
     engine: Annotated[
         EngineName | None,
         typer.Option(
-            help="What to judge: transformers' own flag in both of its modes, or lowtide.apply. Default: the flag, if "
-            "this is a transformers model with nothing switched on; else the model as it is."
+            help="What to judge: transformers' own flag in both of its modes, lowtide.apply, or the set-up of another "
+            "library that is installed. Default: the flag, if this is a transformers model with nothing switched on; "
+            "else the model as it is."
         ),
     ] = None,
     policy: Annotated[
@@ -177,7 +182,6 @@ def _audit_one(
     output: Format,
     to: Path | None,
 ) -> int:
-    import lowtide
     from lowtide.auditing.result import REFUSAL
     from lowtide.targets.models import current_folder_importable
     from lowtide.targets.target import is_factory
@@ -200,7 +204,7 @@ def _audit_one(
         if checks is not None:
             options["checks"] = [check.strip() for check in checks.split(",")]
         with console.status(f"auditing {escape(name)}"):
-            report = lowtide.audit(audited.model, audited.batch, **options)
+            report = _run(engine, audited, options)
     for check in report.checks:
         if REFUSAL in check.evidence:
             give_up(check.evidence[REFUSAL])
@@ -211,6 +215,15 @@ def _audit_one(
     else:
         _print(report, output, to)
     return 0 if report.ok else 1
+
+
+def _run(engine: EngineName | None, audited: AuditedModel, options: dict[str, Any]) -> AuditReport:
+    import lowtide
+    from lowtide_zoo.peers import PEERS, audit_peer
+
+    if engine is not None and engine.value in PEERS:
+        return audit_peer(engine.value, audited.model, audited.batch, **options)
+    return lowtide.audit(audited.model, audited.batch, **options)
 
 
 def _issue(tiny_model: TinyModel, report: AuditReport) -> str:
@@ -247,10 +260,10 @@ def _setup(engine: EngineName | None, policy: str | None, audited: AuditedModel)
         raise InvalidValueError(
             f"{audited.name} returns configure, which decides what is judged: leave --engine and --policy out"
         )
-    if engine is EngineName.TRANSFORMERS:
+    if engine not in (None, EngineName.LOWTIDE):
         if policy is not None:
-            raise InvalidValueError("--policy is for Lowtide's engine: leave out --engine transformers")
-        return {"modes": MODES}
+            raise InvalidValueError(f"--policy is for Lowtide's engine: leave out --engine {engine}")
+        return {"modes": MODES} if engine is EngineName.TRANSFORMERS else {}
     wanted = lowtide.Policy.parse(policy or "recompute")
     dropout = {"dropout": dropout_under(wanted)} if audited.is_tiny else {}
     return {"configure": lambda model: lowtide.apply(model, wanted), "offload": wanted.offload is not None, **dropout}
