@@ -8,7 +8,9 @@ import json
 import re
 from pathlib import Path
 
-from lowtide_zoo.records import Record, summarize
+from lowtide.auditing.grades import Grade
+from lowtide.auditing.setups import MODES
+from lowtide_zoo.records import NO_FAILURE, Record, summarize
 from lowtide_zoo.survey import TILED
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -30,6 +32,9 @@ IN_OTHER_WORDS = {
     "DDP readiness": "DDP with `find_unused_parameters` would mark parameters ready twice",
 }
 """The checks that docs/why.md shows, in plain words."""
+
+GRADED = """\
+A failure has a [grade](audit.md#grades). An architecture counts by its worst one in each mode:"""
 
 _TABLE = re.compile(r"(?<=<!-- begin: zoo -->\n).*?(?=<!-- end: zoo -->)", flags=re.DOTALL)
 
@@ -101,14 +106,18 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         "",
         *counts(own),
         "",
+        GRADED,
+        "",
+        *grades(theirs),
+        "",
         "### What holds for most of them",
         "",
         *(f"- `{check}`: {own.by_check[check]} architectures. {example(theirs, check)}" for check in own.everywhere),
         "",
         "### Architecture by architecture",
         "",
-        "| model type | class | mode: check | what was found | repeat with |",
-        "|---|---|---|---|---|",
+        "| model type | class | grade | mode: check | what was found | repeat with |",
+        "|---|---|---|---|---|---|",
         *rows(theirs, own.everywhere),
         "",
         "## Lowtide's engine on the same models",
@@ -144,13 +153,24 @@ def counts(summary: object) -> list[str]:
     return lines + [f"| {status} | {count} |" for status, count in data["by_status"].items()]
 
 
+def grades(records: list[Record]) -> list[str]:
+    """Return the table of architectures by the worst grade of their failures, in each mode."""
+    audited = [record for record in records if record.status == "audited"]
+    worst = {mode: collections.Counter(record.worst_in(mode) for record in audited) for mode in MODES}
+    lines = [f"| worst grade | {' | '.join(MODES)} |", "|---|---|---|"]
+    return lines + [
+        f"| {grade or NO_FAILURE} | {' | '.join(str(worst[mode][grade]) for mode in MODES)} |"
+        for grade in (*reversed(Grade), None)
+    ]
+
+
 def rows(records: list[Record], everywhere: list[str]) -> list[str]:
     found = []
     for record in records:
         for failure in record.failures:
             check = f"{failure['mode']}: {failure['name']}"
             if check not in everywhere:
-                start = f"| {record.model_type} | {record.model_class} | {check} "
+                start = f"| {record.model_type} | {record.model_class} | {failure['grade']} | {check} "
                 found.append(f"{start}| {cell(failure['summary'])} | `{record.command}` |")
     return found
 
@@ -159,7 +179,8 @@ def our_failures(records: list[Record]) -> list[str]:
     found = rows(records, [])
     if not found:
         return ["No check failed."]
-    return ["| model type | class | policy: check | what was found | repeat with |", "|---|---|---|---|---|", *found]
+    head = "| model type | class | grade | policy: check | what was found | repeat with |"
+    return [head, "|---|---|---|---|---|---|", *found]
 
 
 def our_refusals(records: list[Record]) -> list[str]:

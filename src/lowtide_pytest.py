@@ -33,7 +33,7 @@ _NOT_RUN = "not run: the set-up failed before this check, or the check was not a
 
 @pytest.fixture
 def lowtide_audit() -> Callable[..., AuditReport]:
-    """Audit a model, with the arguments of `lowtide.audit`. A failed check fails the test."""
+    """Audit a model, with the arguments of `lowtide.audit`. A failure from the grade `fail_on` on fails the test."""
     return _audit_or_fail
 
 
@@ -63,7 +63,7 @@ def lowtide_check(request: pytest.FixtureRequest, lowtide_report: AuditReport) -
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "lowtide_check" in metafunc.fixturenames:
         from lowtide.auditing import CHECKS
-        from lowtide.auditing.report import RUNS
+        from lowtide.auditing.result import RUNS
 
         metafunc.parametrize("lowtide_check", [RUNS, *CHECKS], indirect=True)
 
@@ -80,23 +80,24 @@ class NamedCheck:
         return [check for check in self.report.checks if check.name == self.name]
 
     def assert_ok(self) -> None:
-        """Fail if the check failed in any mode. Skip, with the reason, if it passed in none: nothing is proven."""
+        """Fail if a failure in any mode counts. Skip, with the reason, if none passed, or one failed too mildly."""
         __tracebackhide__ = True
-        from lowtide.auditing.report import RUNS
+        from lowtide.auditing.result import RUNS
 
-        failed = [check for check in self.outcomes if check.verdict == "fail"]
+        failed = [check for check in self.outcomes if self.report.counts(check)]
         if failed:
             pytest.fail("\n\n".join(map(_message, failed)), pytrace=False)
-        if self.name == RUNS or any(check.verdict == "pass" for check in self.outcomes):
+        mild = [check for check in self.outcomes if check.verdict == "fail"]
+        if not mild and (self.name == RUNS or any(check.verdict == "pass" for check in self.outcomes)):
             return
-        pytest.skip("; ".join(f"[{c.mode}] {c.verdict}: {c.summary}" for c in self.outcomes) or _NOT_RUN)
+        pytest.skip("; ".join(f"[{c.mode}] {c.label}: {c.summary}" for c in mild or self.outcomes) or _NOT_RUN)
 
 
 def _audit_or_fail(model: Any, batch: Any, **options: Any) -> AuditReport:
     __tracebackhide__ = True
     report = _audit(model, batch, **options)
-    if report.failures:
-        paragraphs = [f"{report.model}: {report.conclusion}", *map(_message, report.failures)]
+    if report.counted:
+        paragraphs = [f"{report.model}: {report.conclusion}", *map(_message, report.counted)]
         pytest.fail("\n\n".join(paragraphs), pytrace=False)
     if not report.ok:
         pytest.fail(f"{report.conclusion}\n{report}", pytrace=False)
@@ -117,5 +118,5 @@ def _audit(model: Any, batch: Any, **options: Any) -> AuditReport:
 def _message(check: CheckResult) -> str:
     from lowtide.auditing.ci import details
 
-    lines = [f"[{check.mode}] {check.name}: {check.summary}", *details(check).splitlines()]
+    lines = [f"[{check.mode}] {check.name} ({check.label}): {check.summary}", *details(check).splitlines()]
     return "\n    ".join(lines)

@@ -47,10 +47,15 @@ class AuditedModel:
     batch: Any
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keywords of `lowtide.audit` that a factory gave, or that the zoo's models need."""
-    is_tiny: bool = False
-    """Whether it comes from the zoo."""
+    tiny_model: zoo.TinyModel | None = None
+    """What it was built from, if it comes from the zoo."""
     note: str | None = None
     """Why this is not the model that was named, if it is not."""
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether it comes from the zoo."""
+        return self.tiny_model is not None
 
     def to(self, device: str) -> AuditedModel:
         """Move the model and the tensors of the batch to a device."""
@@ -60,12 +65,19 @@ class AuditedModel:
         return dataclasses.replace(self, model=self.model.to(device), batch=batch)
 
 
-def load_audited(name: str, *, seed: int = 0) -> AuditedModel:
-    """Find the model that `name` stands for, in any form that `lowtide plan` takes, too, and make it ready to audit."""
+def load_audited(
+    name: str, *, seed: int = 0, model_class: str | None = None, variant: str | None = None
+) -> AuditedModel:
+    """Find the model that `name` stands for, in any form that `lowtide plan` takes, too, and make it ready to audit.
+
+    A model type may come with one of its classes, and with a variant.
+    """
     try:
         target = find_target(name)
         if target.kind == "model type":
-            return _tiny(target, seed)
+            return _tiny(target, seed, model_class, variant)
+        if model_class is not None or variant is not None:
+            raise CannotAuditError(f"--class and --variant go with a model type, and {name} is not one")
         parameters = count_parameters(target)
         if parameters is not None and parameters * BYTES_PER_PARAMETER > available_memory():
             return dataclasses.replace(_tiny(target, seed), note=_too_large(target, parameters))
@@ -86,14 +98,14 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _tiny(target: Target, seed: int) -> AuditedModel:
-    tiny_model = zoo.find(target.fields["model_type"])
+def _tiny(target: Target, seed: int, model_class: str | None = None, variant: str | None = None) -> AuditedModel:
+    tiny_model = zoo.find(target.fields["model_type"], model_class=model_class, variant=variant)
     return AuditedModel(
         name=target.name,
         model=tiny_model.build(seed),
         batch=tiny_model.batch(seed),
         options={"dropout": DROPOUT},
-        is_tiny=True,
+        tiny_model=tiny_model,
     )
 
 

@@ -19,11 +19,12 @@ from lowtide_zoo.classes import configuration_class, first_field, missing_packag
 from lowtide_zoo.extra_inputs import with_extra_inputs, with_labels
 from lowtide_zoo.images import image_layouts
 from lowtide_zoo.model_inputs import ModelInputs, Recipe, make_batch, summarize_error, text_recipe
-from lowtide_zoo.placeholders import texts_with_placeholders
+from lowtide_zoo.placeholders import texts_with_images, texts_with_placeholders
 from lowtide_zoo.shrink import shrink
 from lowtide_zoo.size_profile import SIZE_PROFILES, SizeProfile
 from lowtide_zoo.special_cases import special_case
 from lowtide_zoo.tiny_model import Outcome, TinyModel, build_model, quiet, smoke_step
+from lowtide_zoo.variants import SEVERAL_IMAGES, VARIANTS, with_variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,12 +61,14 @@ class _Found:
     cls: type[nn.Module]
 
 
-def find(model_type: str, *, model_class: str | None = None) -> TinyModel:
+def find(model_type: str, *, model_class: str | None = None, variant: str | None = None) -> TinyModel:
     """Find a tiny model of an architecture and a batch that trains it, of the most inclusive class or of a given one.
+
+    A variant (`variants.VARIANTS`) turns a feature on that the default configuration leaves off.
 
     The result is the same every time, whatever the state of the random generators, and leaves them as they are.
     """
-    found = _find(model_type, model_class)
+    found = _find(model_type, model_class, variant)
     return TinyModel(model_type, found.cls.__name__, found.config, found.recipe)
 
 
@@ -79,12 +82,14 @@ def fitting_batch(model: nn.Module, seed: int = 0) -> dict[str, Any]:
     return make_batch(best[1], seed)
 
 
-def _find(model_type: str, model_class: str | None) -> _Found:
+def _find(model_type: str, model_class: str | None, variant: str | None) -> _Found:
+    if variant is not None and variant not in VARIANTS:
+        raise CannotBuildError(model_type, [f"there is no variant {variant!r}: choose from {', '.join(VARIANTS)}"])
     reasons: list[str] = []
     best: _Found | None = None
     with quiet(), seeded(0):
         for cls in _classes_to_try(model_type, model_class):
-            found = _find_for_class(cls, model_type, reasons)
+            found = _find_for_class(cls, model_type, variant, reasons)
             if found is not None and (best is None or found.outcome.trained_share > best.outcome.trained_share):
                 best = found
             if best is not None and best.outcome.trained_share == 1.0:
@@ -108,10 +113,10 @@ def _classes_to_try(model_type: str, model_class: str | None) -> list[type[nn.Mo
     raise CannotBuildError(model_type, ["it has no model class of its own with a forward"])
 
 
-def _find_for_class(cls: type[nn.Module], model_type: str, reasons: list[str]) -> _Found | None:
+def _find_for_class(cls: type[nn.Module], model_type: str, variant: str | None, reasons: list[str]) -> _Found | None:
     for profile in SIZE_PROFILES:
         attempts: list[str] = []
-        found = _find_for_profile(cls, model_type, profile, attempts)
+        found = _find_for_profile(cls, model_type, variant, profile, attempts)
         reasons += [f"{cls.__name__}, {profile.name}: {attempt}" for attempt in attempts]
         if found is not None:
             return found
@@ -119,16 +124,24 @@ def _find_for_class(cls: type[nn.Module], model_type: str, reasons: list[str]) -
 
 
 def _find_for_profile(
-    cls: type[nn.Module], model_type: str, profile: SizeProfile, attempts: list[str]
+    cls: type[nn.Module], model_type: str, variant: str | None, profile: SizeProfile, attempts: list[str]
 ) -> _Found | None:
     try:
-        config = shrink(configuration_class(model_type)(), profile)
+        config = _tiny_config(model_type, variant, profile)
         inputs = ModelInputs(_build(cls, config), config)
     except Exception as error:  # noqa: BLE001  a profile is a guess, and what it breaks is recorded
         attempts.append(summarize_error(error))
         return None
-    best = _find_batch(inputs, attempts)
+    best = _find_batch(inputs, attempts, images=2 if variant == SEVERAL_IMAGES else 1)
     return None if best is None else _Found(*best, config, cls)
+
+
+def _tiny_config(model_type: str, variant: str | None, profile: SizeProfile) -> Any:
+    config = shrink(configuration_class(model_type)(), profile)
+    changed = config if variant is None else with_variant(config, variant)
+    if changed is None:
+        raise ValueError(f"its configuration has nothing to turn on for {variant}")
+    return changed
 
 
 def _build(cls: type[nn.Module], config: Any) -> nn.Module:
@@ -139,11 +152,11 @@ def _build(cls: type[nn.Module], config: Any) -> nn.Module:
     return build_model(cls, config, 0)
 
 
-def _find_batch(inputs: ModelInputs, attempts: list[str]) -> tuple[Outcome, Recipe] | None:
+def _find_batch(inputs: ModelInputs, attempts: list[str], images: int = 1) -> tuple[Outcome, Recipe] | None:
     """Find the first batch that trains all of a model, or the best; add what went wrong to the attempts."""
     best: tuple[Outcome, Recipe] | None = None
     without_progress = 0
-    for recipe in itertools.islice(_candidates(inputs), _MOST_BATCHES):
+    for recipe in itertools.islice(_candidates(inputs, images), _MOST_BATCHES):
         try:
             outcome = smoke_step(inputs.model, make_batch(recipe, 0))
         except Exception as error:  # noqa: BLE001  so is a batch
@@ -158,9 +171,9 @@ def _find_batch(inputs: ModelInputs, attempts: list[str]) -> tuple[Outcome, Reci
     return best
 
 
-def _candidates(inputs: ModelInputs) -> Iterator[Recipe]:
+def _candidates(inputs: ModelInputs, images: int) -> Iterator[Recipe]:
     """Yield recipes to try, the richest first, each with labels and then without."""
-    for proposed in _proposals(inputs):
+    for proposed in _proposals(inputs) if images == 1 else texts_with_images(inputs, images):
         taken = {name: part for name, part in proposed.items() if inputs.takes(name)}
         for recipe in with_extra_inputs(inputs, taken):
             yield from with_labels(inputs, recipe)

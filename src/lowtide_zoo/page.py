@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.auditing import report as strict_json
-from lowtide.auditing.report import RUNS, SIGNS, Verdict
+from lowtide.auditing.grades import Grade
+from lowtide.auditing.report import SIGNS
+from lowtide.auditing.result import RUNS, Verdict
 from lowtide.html import render
 from lowtide_zoo.records import fails_everywhere, summarize
 
@@ -32,8 +34,13 @@ _LAST = ("audited", "no checkpointing", "refused", "not built")
 def as_text(records: list[Record]) -> str:
     """Format the summary of one engine's records for a terminal."""
     summary = summarize(records)
-    lines = [f"{summary.total} model types, engine {summary.engine}"]
+    types = len({record.model_type for record in records})
+    more = f", {summary.total} classes and variants" if summary.total > types else ""
+    lines = [f"{types} model types{more}, engine {summary.engine}"]
     lines += [f"  {count:>4} {status}" for status, count in summary.by_status.items()]
+    if summary.by_grade:
+        lines.append("architectures by the worst grade of their failures:")
+        lines += [f"  {count:>4} {grade}" for grade, count in summary.by_grade.items()]
     if summary.by_check:
         lines.append("failed checks, with the number of architectures:")
         lines += [f"  {count:>4} {check}" for check, count in summary.by_check.items()]
@@ -46,7 +53,7 @@ def as_text(records: list[Record]) -> str:
 def as_json(records: list[Record]) -> str:
     """Format everything: the summary, then the records."""
     data: dict[str, Any] = dataclasses.asdict(summarize(records))
-    ordered = sorted(records, key=lambda record: record.model_type)
+    ordered = sorted(records, key=lambda record: record.subject)
     return strict_json.as_json({"summary": data, "records": [dataclasses.asdict(record) for record in ordered]})
 
 
@@ -56,7 +63,7 @@ def as_html(records: list[Record]) -> str:
     for record in records:
         engines.setdefault(record.engine, []).append(record)
     tables = [_table(engine, found) for engine, found in engines.items()]
-    return render(_TEMPLATE, tables=tables, signs=SIGNS | {_UNCONFIRMED: "FAIL?"})
+    return render(_TEMPLATE, tables=tables, signs=SIGNS | {_UNCONFIRMED: "FAIL?"} | dict.fromkeys(Grade, "FAIL"))
 
 
 def _table(engine: str, records: list[Record]) -> dict[str, Any]:
@@ -84,15 +91,19 @@ def _row(record: Record, everywhere: set[tuple[str, str]], *, with_runs: bool) -
     verdicts = {
         mode: ({RUNS: str(Verdict.PASS)} if with_runs else {}) | checks for mode, checks in record.verdicts.items()
     }
+    for failure in record.failures:
+        verdicts[failure["mode"]] |= {failure["name"]: failure["grade"]}
     for failure in record.unconfirmed:
         verdicts[failure["mode"]] |= {failure["name"]: _UNCONFIRMED}
+    grades = list(Grade)
     own = [failure for failure in record.failures if (failure["mode"], failure["name"]) not in everywhere]
-    return vars(record) | {"verdicts": verdicts, "own": own}
+    worst = max((grades.index(Grade(failure["grade"])) for failure in own), default=-1)
+    return vars(record) | {"name": record.subject.name, "verdicts": verdicts, "own": own, "worst": worst}
 
 
-def _sort_key(row: dict[str, Any]) -> tuple[bool, int, str]:
+def _sort_key(row: dict[str, Any]) -> tuple[int, int, str]:
     status = row["status"]
-    return not row["own"], _LAST.index(status) if status in _LAST else -1, row["model_type"]
+    return -row["worst"], _LAST.index(status) if status in _LAST else -1, row["model_type"]
 
 
 def _statuses(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -101,7 +112,7 @@ def _statuses(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def _status(row: dict[str, Any]) -> str:
     if row["own"]:
-        return "with failures of their own"
+        return f"with failures of their own, {list(Grade)[row['worst']]} at worst"
     return "without any of their own" if row["status"] == "audited" else str(row["status"])
 
 
@@ -110,6 +121,10 @@ def _count(check: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     found = collections.Counter(checks[check] for row in rows for checks in row["verdicts"].values() if check in checks)
     return {
         "check": check,
-        "verdicts": {kind: found[kind] for kind in ("pass", "fail", _UNCONFIRMED, "inconclusive", "not applicable")},
+        "verdicts": {
+            "pass": found["pass"],
+            "fail": sum(found[grade] for grade in Grade),
+            **{kind: found[kind] for kind in (_UNCONFIRMED, "inconclusive", "not applicable")},
+        },
         "models": sum(any(failure["name"] == check for failure in row["failures"]) for row in rows),
     }

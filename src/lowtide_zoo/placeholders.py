@@ -18,7 +18,18 @@ from lowtide_zoo.audio import spectrogram_layouts, waveform_layouts
 from lowtide_zoo.classes import nested_field
 from lowtide_zoo.extra_inputs import completed
 from lowtide_zoo.images import image_layouts
-from lowtide_zoo.model_inputs import LENGTH, ROWS, Fixed, ModelInputs, Recipe, make_batch, ones, summarize_error
+from lowtide_zoo.model_inputs import (
+    LENGTH,
+    ROWS,
+    Fixed,
+    ModelInputs,
+    Noise,
+    Part,
+    Recipe,
+    make_batch,
+    ones,
+    summarize_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -96,6 +107,23 @@ def texts_with_placeholders(inputs: ModelInputs) -> Iterator[Recipe]:
     for options in found:
         for option in options:
             yield _text_with(inputs, [option])
+
+
+def texts_with_images(inputs: ModelInputs, images: int) -> Iterator[Recipe]:
+    """Yield text with several images in every row, for models that take the images of all rows one after another."""
+    for option in _modality_inputs(inputs, _MODALITIES[0]):
+        several = {name: _repeated(part, images) for name, part in option.recipe.items()}
+        again = dataclasses.replace(option, recipe={})
+        yield _text_with(inputs, [dataclasses.replace(option, recipe=several), *[again] * (images - 1)])
+
+
+def _repeated(part: Part, times: int) -> Part:
+    """Describe an array that is so many times as long."""
+    if isinstance(part, Noise):
+        return Noise((times * part.shape[0], *part.shape[1:]))
+    if isinstance(part, Fixed) and isinstance(part.value, torch.Tensor):
+        return Fixed(torch.cat([part.value] * times))
+    return part
 
 
 def _modality_inputs(inputs: ModelInputs, modality: Modality) -> Iterator[ModalityInput]:

@@ -12,12 +12,18 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.auditing.report import RUNS, as_json
+from lowtide.auditing.grades import GRADES, Grade
+from lowtide.auditing.report import as_json
+from lowtide.auditing.result import RUNS
+from lowtide_zoo.subjects import Subject
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Status = Literal["audited", "no checkpointing", "refused", "not built", "failed to run", "timed out"]
+
+NO_FAILURE = "no failure"
+"""The word for an architecture that was audited and has no grade."""
 
 _MOST = 0.5
 """A check fails everywhere if it fails for this share of the audited models, and for two at least. Models that it does
@@ -48,49 +54,81 @@ class Record:
     """The stacks of blocks that ran, with the number of blocks."""
     tiled_blocks: list[str] = dataclasses.field(default_factory=list)
     """The regions that ran in tiles as a whole, attention included."""
+    subject_class: str = ""
+    """The class that was asked for; empty if it was the type's usual one."""
+    variant: str = ""
+    """The feature that was turned on."""
     left_alone: dict[str, str] = dataclasses.field(default_factory=dict)
     """The regions that did not although they call attention, and why."""
+
+    def __post_init__(self) -> None:
+        """Grade failures by their check where a record says nothing: older ones do not."""
+        for failure in (*self.failures, *self.unconfirmed):
+            failure.setdefault("grade", str(GRADES.get(failure["name"], Grade.WRONG)))
+
+    @property
+    def subject(self) -> Subject:
+        """What was audited."""
+        return Subject(self.model_type, self.subject_class, self.variant)
+
+    @property
+    def grades(self) -> list[Grade]:
+        """The grades of the failures."""
+        return [Grade(failure["grade"]) for failure in self.failures]
+
+    @property
+    def worst(self) -> Grade | None:
+        """The worst grade of a failure; None if nothing failed."""
+        return max(self.grades, key=list(Grade).index, default=None)
+
+    def worst_in(self, mode: str) -> Grade | None:
+        """Return the worst grade of a failure in one mode; None if nothing failed in it."""
+        failures = [failure for failure in self.failures if failure["mode"] == mode]
+        return dataclasses.replace(self, failures=failures).worst
 
     def to_json(self) -> str:
         return as_json(dataclasses.asdict(self))
 
 
-def command_for(model_type: str, engine: str, mode: str | None = None) -> str:
+def command_for(subject: Subject, engine: str, mode: str | None = None) -> str:
     """Return the command that repeats an audit; where the mode is a policy, under this policy."""
+    target = " ".join(filter(None, [subject.model_type, subject.options]))
     if mode is None or engine != "lowtide":
-        return f"lowtide audit {model_type} --engine {engine}"
-    return f"lowtide audit {model_type} --policy {shlex.quote(mode)}"
+        return f"lowtide audit {target} --engine {engine}"
+    return f"lowtide audit {target} --policy {shlex.quote(mode)}"
 
 
-def unfinished(model_type: str, engine: str, status: Status, why: str, seconds: float = 0.0) -> Record:
+def unfinished(subject: Subject, engine: str, status: Status, why: str, seconds: float = 0.0) -> Record:
     """Return a record for an architecture whose process gave none."""
     return Record(
-        model_type=model_type,
+        model_type=subject.model_type,
+        subject_class=subject.model_class,
+        variant=subject.variant,
         engine=engine,
         status=status,
         versions={},
-        command=command_for(model_type, engine),
+        command=command_for(subject, engine),
         why=why,
         seconds=round(seconds, 2),
     )
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of a file; the last one of an architecture counts. A killed run may have left half a line."""
-    found: dict[tuple[str, str], Record] = {}
+    """Read the records of a file; the last one of a subject counts. A killed run may have left half a line."""
+    found: dict[tuple[Subject, str], Record] = {}
     lines = path.read_text().splitlines() if path.exists() else []
     for line in lines:
         try:
             record = Record(**json.loads(line))
         except json.JSONDecodeError:
             continue
-        found[record.model_type, record.engine] = record
+        found[record.subject, record.engine] = record
     return list(found.values())
 
 
-def surveyed(path: Path, engine: str) -> set[str]:
-    """Return the model types that a file has a record of under this engine."""
-    return {record.model_type for record in read_records(path) if record.engine == engine}
+def surveyed(path: Path, engine: str) -> set[Subject]:
+    """Return what a file has a record of under this engine."""
+    return {record.subject for record in read_records(path) if record.engine == engine}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +138,8 @@ class Summary:
     engine: str
     total: int
     by_status: dict[str, int]
+    by_grade: dict[str, int]
+    """The number of audited architectures by the worst grade of their failures, the worst first, and without any."""
     by_check: dict[str, int]
     """The number of architectures that fail, by "mode: check"."""
     everywhere: list[str]
@@ -116,7 +156,7 @@ def summarize(records: list[Record]) -> Summary:
         counts.update(_failed_checks(record))
     everywhere = {f"{mode}: {check}" for mode, check in fails_everywhere(audited)}
     failing = {
-        record.model_type: names
+        record.subject.name: names
         for record in audited
         if (names := [name for name in _failed_checks(record) if name not in everywhere])
     }
@@ -124,10 +164,17 @@ def summarize(records: list[Record]) -> Summary:
         engine=records[0].engine if records else "",
         total=len(records),
         by_status=dict(collections.Counter(record.status for record in records).most_common()),
+        by_grade=_by_grade(audited),
         by_check=dict(counts.most_common()),
         everywhere=sorted(everywhere),
         failing=failing,
     )
+
+
+def _by_grade(audited: list[Record]) -> dict[str, int]:
+    worst = collections.Counter(record.worst for record in audited)
+    order: list[Grade | None] = [*reversed(Grade), None]
+    return {str(grade or NO_FAILURE): worst[grade] for grade in order if worst[grade]}
 
 
 def fails_everywhere(records: list[Record]) -> set[tuple[str, str]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import importlib.metadata
 import multiprocessing
 import time
@@ -23,10 +24,12 @@ import torch
 import lowtide
 import lowtide_zoo as zoo
 from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, CheckResult, Verdict, audit
-from lowtide.auditing.setups import MODES
+from lowtide.auditing.setups import MODES, PLAIN
 from lowtide.errors import CacheError, LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
 from lowtide.objective import objective
+from lowtide_zoo.peers import PEERS, audit_peer
 from lowtide_zoo.records import Record, command_for, read_records, surveyed, unfinished
+from lowtide_zoo.subjects import Subject, subjects_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,10 +65,15 @@ class Engine(enum.StrEnum):
     """The model's own flag, in both of its modes."""
     LOWTIDE = "lowtide"
     """`lowtide.apply`, with recomputation and with tiles."""
+    TRL = "trl"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    PEFT_KBIT = "peft-kbit"
+    """Set-ups of other libraries (`peers`)."""
 
 
 def run_survey(
-    model_types: Sequence[str],
+    model_types: Sequence[str | Subject],
     engine: Engine,
     path: Path,
     *,
@@ -76,11 +84,13 @@ def run_survey(
 ) -> list[Record]:
     """Audit all of these model types, and write a line for each; with `resume`, skip those that the file has already.
 
-    Without `resume`, the file's records of these types under this engine are replaced; all other records stay.
+    A subject in the place of a model type names a class or a variant. Without `resume`, the file's records of these
+    subjects under this engine are replaced; all other records stay.
     """
-    _prepare(path, engine, () if resume else model_types)
+    subjects = [Subject(item) if isinstance(item, str) else item for item in model_types]
+    _prepare(path, engine, () if resume else subjects)
     done = surveyed(path, engine.value)
-    waiting = [model_type for model_type in model_types if model_type not in done]
+    waiting = [subject for subject in subjects if subject not in done]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     jobs: list[_Job] = []
@@ -96,24 +106,44 @@ def run_survey(
                     file.flush()
                     on_record(record)
             time.sleep(0.02)
-    wanted = set(model_types)
-    return [r for r in read_records(path) if r.engine == engine.value and r.model_type in wanted]
+    wanted = set(subjects)
+    return [r for r in read_records(path) if r.engine == engine.value and r.subject in wanted]
 
 
-def _prepare(path: Path, engine: Engine, replaced: Sequence[str]) -> None:
+def find_subjects(
+    model_types: Sequence[str],
+    *,
+    every_class: bool,
+    variants: bool,
+    workers: int = 2,
+    on_type: Callable[[str], None] = lambda _: None,
+) -> list[Subject]:
+    """List what a survey of these types audits, in as many processes; classes are built without values to tell them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    found: list[Subject] = []
+    look = functools.partial(subjects_of, every_class=every_class, variants=variants)
+    with context.Pool(workers) as pool:
+        for subjects in pool.imap(look, model_types):
+            found += subjects
+            on_type(subjects[0].model_type)
+    return found
+
+
+def _prepare(path: Path, engine: Engine, replaced: Sequence[Subject]) -> None:
     """Cut the file to whole lines, as a killed run may have left half a line, and drop the records to be replaced."""
     gone = set(replaced)
-    kept = [record for record in read_records(path) if record.engine != engine.value or record.model_type not in gone]
+    kept = [record for record in read_records(path) if record.engine != engine.value or record.subject not in gone]
     path.write_text("".join(f"{record.to_json()}\n" for record in kept))
 
 
 class _Job:
     """The audit of one architecture in its own process."""
 
-    def __init__(self, context: Any, model_type: str, engine: Engine) -> None:
-        self._model_type, self._engine = model_type, engine
+    def __init__(self, context: Any, subject: Subject, engine: Engine) -> None:
+        self._subject, self._engine = subject, engine
         self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(model_type, engine.value, sender), daemon=True)
+        self._process = context.Process(target=_work, args=(subject, engine.value, sender), daemon=True)
         self._process.start()
         sender.close()
         self._started = time.monotonic()
@@ -136,32 +166,37 @@ class _Job:
         return record
 
     def _unfinished(self, status: Status, why: str) -> Record:
-        return unfinished(self._model_type, self._engine.value, status, why, time.monotonic() - self._started)
+        return unfinished(self._subject, self._engine.value, status, why, time.monotonic() - self._started)
 
 
-def _work(model_type: str, engine: str, sender: Any) -> None:
+def _work(subject: Subject, engine: str, sender: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # models warn about odd set-ups, which the verdicts report anyway
     try:
-        record = survey_one(model_type, Engine(engine))
+        record = survey_one(subject, Engine(engine))
     except Exception as error:  # noqa: BLE001  whatever it was, it costs one architecture
-        record = unfinished(model_type, engine, "failed to run", f"{type(error).__name__}: {error}")
+        record = unfinished(subject, engine, "failed to run", f"{type(error).__name__}: {error}")
     sender.send(record)
     sender.close()
 
 
-def survey_one(model_type: str, engine: Engine) -> Record:
+def survey_one(subject: Subject | str, engine: Engine) -> Record:
     """Find, build and audit one architecture, in this process."""
     started = time.monotonic()
+    subject = Subject(subject) if isinstance(subject, str) else subject
     record = Record(
-        model_type=model_type,
+        model_type=subject.model_type,
+        subject_class=subject.model_class,
+        variant=subject.variant,
         engine=engine.value,
         status="audited",
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "lowtide")},
-        command=command_for(model_type, engine.value),
+        command=command_for(subject, engine.value),
     )
     try:
-        tiny_model = zoo.find(model_type)
+        tiny_model = zoo.find(
+            subject.model_type, model_class=subject.model_class or None, variant=subject.variant or None
+        )
         record.model_class = tiny_model.model_class
         _survey(record, tiny_model, engine)
     except zoo.CannotBuildError as error:
@@ -174,7 +209,9 @@ def survey_one(model_type: str, engine: Engine) -> Record:
 
 def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
     model = tiny_model.build(0)
-    if engine is Engine.TRANSFORMERS and not getattr(model, "supports_gradient_checkpointing", False):
+    if engine not in (Engine.LOWTIDE, Engine.ACCELERATE) and not getattr(
+        model, "supports_gradient_checkpointing", False
+    ):
         record.status, record.why = "no checkpointing", f"{tiny_model.model_class} does not support it"
         return
     accepted, refusals = _policies(model, tiny_model.batch(0), record) if engine is Engine.LOWTIDE else ([], {})
@@ -236,8 +273,10 @@ def _tiled_blocks(applied: lowtide.Applied) -> tuple[list[str], dict[str, str]]:
 def audit_tiny_model(
     tiny_model: zoo.TinyModel, engine: Engine, policies: list[str], *, seed: int, checks: list[str] | None = None
 ) -> list[AuditReport]:
-    """Return one report for transformers' own modes, or one per policy."""
+    """Return one report for transformers' own modes or a peer's, or one per policy."""
     model, batch = tiny_model.build(seed), tiny_model.batch(seed)
+    if engine.value in PEERS:
+        return [audit_peer(engine.value, model, batch, checks=checks, dropout=DROPOUT, seed=seed)]
     if engine is Engine.TRANSFORMERS:
         return [audit(model, batch, modes=MODES, checks=checks, dropout=DROPOUT, seed=seed)]
     return [_audit_policy(model, batch, policy, seed, checks) for policy in policies]
@@ -253,7 +292,11 @@ def _audit_policy(
     report = audit(model, batch, configure=configure, checks=checks, dropout=dropout, seed=seed)
     return dataclasses.replace(
         report,
-        checks=[dataclasses.replace(check, mode=policy) for check in _comparable(policy, report.checks)],
+        checks=[
+            dataclasses.replace(check, mode=policy)
+            for check in _comparable(policy, report.checks)
+            if check.mode != PLAIN  # what is said about the plain model, transformers' survey says
+        ],
         blocks=dict(zip([policy], report.blocks.values(), strict=False)),  # empty if the set-up did not run
     )
 
@@ -295,8 +338,8 @@ def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]
     for report in first:
         for check in report.failures:
             failure: dict[str, Any] = check.to_dict()
-            del failure["verdict"]
-            failure["command"] = command_for(record.model_type, record.engine, check.mode)
+            del failure["verdict"], failure["known"]
+            failure["command"] = command_for(record.subject, record.engine, check.mode)
             (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(failure)
 
 

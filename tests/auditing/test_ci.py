@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from lowtide.auditing import AuditReport, Verdict
-from lowtide.auditing.ci import as_github, as_junit, evidence_lines
+from lowtide.auditing import AuditReport, Grade, Verdict
+from lowtide.auditing.ci import as_badge, as_github, as_junit, as_markdown, evidence_lines
 from support.sample_reports import check, report
 
 
@@ -95,11 +100,11 @@ def unescaped(text: str) -> str:
 def test_github_errors_warnings_and_a_notice():
     found = commands(as_github(report()))
     assert [name for name, _, _ in found] == ["error", "warning", "notice"]
-    assert found[0][1] == "TinyModel [default] gradients present"
-    assert found[1][1:] == ("TinyModel [default] memory", "nothing held\nplain_bytes: 2048")
+    assert found[0][1] == "TinyModel [default] gradients present (wrong)"
+    assert found[1][1:] == ("TinyModel [default] memory (inconclusive)", "nothing held\nplain_bytes: 2048")
     assert found[2][1:] == (
         "lowtide audit of TinyModel",
-        "not ok: 2 pass, 1 fail, 1 inconclusive, 1 not applicable",
+        "not ok: Parameters lose their gradient (default) (1 wrong, 2 pass, 1 inconclusive, 1 not applicable)",
     )
 
 
@@ -111,15 +116,114 @@ def test_github_messages_hold_evidence_and_remedy_in_one_line():
 
 def test_github_escapes_what_ends_a_property_or_a_line():
     text = as_github(one(verdict=Verdict.FAIL, mode="tile(tokens=8, loss: 4)", summary="100%\r\n::error::no"))
-    assert text.splitlines()[0] == ("::error title=M [tile(tokens=8%2C loss%3A 4)] outputs::100%25%0D%0A::error::no")
+    assert text.splitlines()[0] == (
+        "::error title=M [tile(tokens=8%2C loss%3A 4)] outputs (wrong)::100%25%0D%0A::error::no"
+    )
 
 
 def test_github_a_passing_report_is_one_notice():
-    assert commands(as_github(one(verdict=Verdict.PASS))) == [("notice", "lowtide audit of M", "ok: 1 pass")]
+    assert commands(as_github(one(verdict=Verdict.PASS))) == [
+        ("notice", "lowtide audit of M", "ok: No check failed (1 pass)")
+    ]
 
 
 def test_github_nothing_proven_is_not_ok():
     (notice,) = commands(as_github(one(verdict=Verdict.NOT_APPLICABLE)))
-    assert notice[2] == "not ok: 1 not applicable"
+    assert notice[2] == "not ok: No check passed: nothing is proven (1 not applicable)"
     empty = AuditReport(model="M", seed=0, blocks={}, checks=[])
-    assert commands(as_github(empty))[0][2] == "not ok: no check was run"
+    assert commands(as_github(empty))[0][2] == "not ok: No check passed: nothing is proven (no check was run)"
+
+
+def mild() -> AuditReport:
+    """Nothing of which counts: one failure is untidy, and the other is known."""
+    checks = [
+        check("gradient values", Verdict.PASS),
+        check("idempotent", Verdict.FAIL),
+        check("memory", Verdict.FAIL, known=True),
+    ]
+    return AuditReport(model="M", seed=0, blocks={}, checks=checks)
+
+
+def test_junit_failures_that_do_not_count_are_skipped_with_their_grade():
+    (suite,) = ET.fromstring(as_junit(mild())).iter("testsuite")  # noqa: S314  (our own)
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "2")
+    skipped = [element.get("message") for element in suite.iter("skipped")]
+    assert skipped == ["untidy: what idempotent found", "known, no-effect: what memory found"]
+    (failure,) = ET.fromstring(as_junit(report())).iter("failure")  # noqa: S314  (our own)
+    assert failure.get("type") == "wrong"
+
+
+def test_github_failures_that_do_not_count_are_no_errors():
+    found = commands(as_github(mild()))
+    assert [(name, title) for name, title, _ in found] == [
+        ("warning", "M [default] idempotent (untidy)"),
+        ("notice", "M [default] memory (known, no-effect)"),
+        ("notice", "lowtide audit of M"),
+    ]
+    assert found[-1][2].startswith("ok: Gradients are right; untidy: switched on twice, it adds up; 1 known failure (")
+
+
+def test_markdown_is_a_sentence_and_a_table_of_what_is_not_right():
+    lines = as_markdown(report()).splitlines()
+    assert lines[0] == "**not ok**: `TinyModel`: Parameters lose their gradient (default)."
+    assert lines[4:] == [
+        "| wrong | default | gradients present | 2 of 9 parameters &lt;b>lost&lt;/b> 50% & more: a, b |",
+        "| inconclusive | default | memory | nothing held |",
+    ]
+    assert "| no-effect (known) | default | memory |" in as_markdown(mild())
+
+
+@pytest.mark.parametrize(
+    ("made", "message", "colour"),
+    [
+        (report(), "wrong", "red"),
+        (mild(), "untidy", "yellow"),
+        (one(verdict=Verdict.PASS), "gradients right", "brightgreen"),
+        (one(verdict=Verdict.NOT_APPLICABLE), "not proven", "lightgrey"),
+    ],
+)
+def test_a_badge_says_the_worst_grade(made: AuditReport, message: str, colour: str):
+    badge = json.loads(as_badge(made))
+    assert (badge["schemaVersion"], badge["message"], badge["color"]) == (1, message, colour)
+
+
+@pytest.mark.parametrize("made", [report(), mild(), one(verdict=Verdict.FAIL, escalated=Grade.UNTIDY)])
+def test_a_report_is_read_back(made: AuditReport):
+    assert AuditReport.from_json(made.to_json()) == made
+
+
+def test_the_action_audits_once_and_writes_annotations_comment_and_badge(tmp_path: Path):
+    (tmp_path / "factory.py").write_text(
+        "from models import engines\n"
+        "def faulty():\n"
+        "    model, batch = engines.net()\n"
+        "    checks = ['recomputed', 'gradient values']\n"
+        "    return model, batch, {'configure': engines.SkipsALayer(), 'loss': engines.loss, 'checks': checks}\n"
+    )
+    root = Path(__file__).parents[2]
+    paths = [str(tmp_path), str(root / "tests"), str(root / "src")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def act(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(root / "tools" / "audit_action.py"), str(tmp_path), "factory:faulty", *options]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    done = act()
+    assert done.returncode == 1, done.stderr
+    found = commands(done.stdout)
+    assert [name for name, _, _ in found] == ["error", "notice"]
+    assert found[0][1] == "Net [configured] recomputed (no-effect)"
+    comment = (tmp_path / "comment.md").read_text().splitlines()
+    assert comment[0] == "<!-- lowtide audit of factory:faulty -->"
+    assert comment[1] == "**not ok**: `Net`: Gradients are right; layers is not wholly recomputed."
+    assert json.loads((tmp_path / "badge.json").read_text())["message"] == "no-effect"
+    (tmp_path / "report.json").rename(tmp_path / "known.json")
+    assert act("--baseline", str(tmp_path / "known.json")).returncode == 0
+    assert json.loads((tmp_path / "badge.json").read_text())["message"] == "gradients right"
+
+
+def test_the_action_passes_every_input_on():
+    text = (Path(__file__).parents[2] / "action.yml").read_text()
+    inputs = re.findall(r"^  ([\w-]+):$", text.partition("inputs:")[2].partition("outputs:")[0], re.MULTILINE)
+    assert inputs == ["target", "fail-on", "baseline", "policy", "comment", "install", "token"]
+    assert [name for name in inputs if f"inputs.{name}" not in text] == []

@@ -32,7 +32,7 @@ def page() -> str:
 def test_every_check_is_there_with_its_verdict_failures_first(page: str):
     found = [(tag["data-check"], tag["data-verdict"]) for tag in Tags(page).with_attribute("data-check")]
     assert found == [
-        ("gradients present", "fail"),
+        ("gradients present", "wrong"),
         ("memory", "inconclusive"),
         ("gradient values", "pass"),
         ("experts", "not applicable"),
@@ -62,12 +62,12 @@ def test_the_map_has_a_cell_for_each_block_and_mode(page: str):
 
 @pytest.mark.parametrize(
     ("verdict", "words"),
-    [(Verdict.PASS, ">ok<"), (Verdict.FAIL, ">not ok<"), (Verdict.INCONCLUSIVE, "nothing was proven")],
+    [(Verdict.PASS, ">ok<"), (Verdict.FAIL, ">not ok<"), (Verdict.INCONCLUSIVE, "nothing is proven")],
 )
 def test_the_head_says_how_it_stands(verdict: Verdict, words: str):
     page = as_html(AuditReport(model="M", seed=0, blocks={}, checks=[check("outputs", verdict)]))
     assert words in page
-    assert ("nothing was proven" in page) == (verdict is Verdict.INCONCLUSIVE)
+    assert ("nothing is proven" in page) == (verdict is Verdict.INCONCLUSIVE)
 
 
 def test_the_script_is_there_only_with_a_chart(page: str):
@@ -130,7 +130,7 @@ def test_a_browser_shows_the_report(scheme: str, page: str, tmp_path: Path):
         loaded: performance.getEntriesByType("resource").map(e => e.name),
       }"""
     shown = show(page, tmp_path, scheme=scheme, probe=probe)
-    assert shown.answer["verdicts"] == ["fail", "inconclusive", "pass", "not applicable", "pass"]
+    assert shown.answer["verdicts"] == ["wrong", "inconclusive", "pass", "not applicable", "pass"]
     assert shown.answer["cells"] == 12
     assert shown.answer["bars"] == 18, "six blocks: plain and in two modes"
     assert {"vision.blocks", "text.layers", "MiB", "plain", "reentrant"} <= set(shown.answer["ticks"])

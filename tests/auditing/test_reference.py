@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
+import pytest
 import torch
+from torch.nn import functional as F
 
 import lowtide
+import lowtide.auditing.reference
 from lowtide.auditing import Verdict, audit
 from lowtide.auditing.reference import Reference
 from lowtide.auditing.step import Experiment
@@ -112,3 +117,43 @@ def test_a_module_that_keeps_torchs_function_has_a_plain_reference():
     assert report.ok, report
     assert report["recomputed"].evidence["stacks"][0]["recomputed"] == 6
     assert model.run is by, "put back"
+
+
+class Amplifies(Net):
+    """Turns the last bits of the activations into the fourth digit of the gradients, and runs in float32 only."""
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        if logits.dtype is not torch.float32:
+            raise TypeError("single precision only")
+        return (3000 * logits).sin()
+
+
+class SumsInHalves(Engine):
+    """Computes each block's down projection as a sum of two halves: the same number, rounded differently."""
+
+    scale = 1.0
+
+    def __call__(self, model):
+        for layer in self.blocks(model):
+            layer.down.forward = functools.partial(self.in_halves, layer.down)
+        return super().__call__(model)
+
+    def in_halves(self, linear, x):
+        middle = x.shape[-1] // 2
+        halves = (F.linear(x[..., part], linear.weight[:, part]) for part in (slice(middle), slice(middle, None)))
+        return sum(halves) * self.scale + linear.bias
+
+
+class SlightlyWrong(SumsInHalves):
+    scale = 1.001
+
+
+@pytest.mark.parametrize(("engine", "is_right"), [(SumsInHalves, True), (SlightlyWrong, False)])
+def test_rounding_that_a_model_amplifies_is_told_by_the_last_bits_of_its_weights(engine, is_right, monkeypatch):
+    torch.manual_seed(0)
+    model, batch = Amplifies(), net()[1]
+    options = {"configure": engine(), "loss": loss, "checks": ["gradient values"]}
+    assert audit(model, batch, **options).ok == is_right
+    monkeypatch.setattr(lowtide.auditing.reference, "as_rounded", lambda *_: set())
+    assert not audit(model, batch, **options).ok, "the tolerance alone cannot tell"

@@ -53,6 +53,18 @@ def wrong():
 def raises():
     raise RuntimeError("no model today")
 
+def untidy():
+    class Undo:
+        def remove(self):
+            pass
+
+    def configure(model):
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: None)
+        return Undo()
+
+    return Net(), (torch.randn(4, 8),), {"configure": configure, "checks": ["gradient values", "reversible"]}
+
 def vacuous():
     return Net(), (torch.randn(4, 8),), {"loss": lambda y: y.square().sum() * 0}
 
@@ -97,8 +109,42 @@ def test_a_model_that_checkpoints_by_itself(run):
 def test_a_failure_is_exit_code_one_with_evidence_and_remedy(run):
     result = run("factories_of_a_test:wrong")
     assert result.exit_code == 1
-    assert "fail           random state" in result.output
+    assert "wrong     random state" in result.output
     assert "preserve_rng_state=True" in result.output
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--fail-on", "untidy"), 1), (("--fail-on", "wrong"), 0)])
+def test_the_exit_code_goes_by_the_grade(run, options, code):
+    result = run("factories_of_a_test:untidy", *options)
+    assert result.exit_code == code, result.output
+    assert result.output.startswith(
+        "Net: Gradients are right; untidy: switched off, it leaves something behind\n[configured]\n  ok        gradient"
+    )
+    assert "  untidy    reversible: switched off, " in result.output
+    assert "3 hooks are left" in result.output
+
+
+def test_known_failures_do_not_count(run):
+    assert run("factories_of_a_test:wrong", "--format", "json", "-o", "known.json").exit_code == 1
+    result = run("factories_of_a_test:wrong", "--baseline", "known.json")
+    assert result.exit_code == 0, result.output
+    assert "2 known failures" in result.output
+    assert run("factories_of_a_test:wrong", "--baseline", "nothing.json").exit_code == 2
+
+
+def test_the_text_is_that_of_print(run):
+    factories = __import__("factories_of_a_test")
+    model, batch, options = factories.wrong()
+    assert run("factories_of_a_test:wrong").stdout.strip() == str(lowtide.audit(model, batch, **options))
+
+
+def test_a_factory_that_fails_shows_its_traceback_if_asked(run):
+    plain = CliRunner().invoke(app, ["audit", "factories_of_a_test:raises"])
+    assert plain.stderr.strip().endswith("no model today. lowtide -v audit ... shows the traceback")
+    verbose = CliRunner().invoke(app, ["-v", "audit", "factories_of_a_test:raises"])
+    assert verbose.exit_code == 2
+    assert "in raises" in verbose.stderr
+    assert 'raise RuntimeError("no model today")' in verbose.stderr
 
 
 @pytest.mark.parametrize(
@@ -140,6 +186,9 @@ def test_what_cannot_be_run_is_exit_code_two_with_one_message(run, target, messa
         (("--zoo", "--checks", "memory"), "--checks is for one target"),
         (("--zoo", "--seed", "0"), "--seed is for one target"),
         (("--zoo", "--device", "cuda"), "--device is for one target"),
+        (("factories_of_a_test:right", "--fail-on", "bad"), "unknown grade 'bad': choose from wrong"),
+        (("--zoo", "--fail-on", "bad"), "unknown grade 'bad': choose from wrong"),
+        (("--zoo", "--baseline", "known.json"), "--baseline is for one target"),
         (("factories_of_a_test:right", "--family", "qwen*"), "--family goes with --zoo"),
         (("factories_of_a_test:right", "--resume"), "--resume goes with --zoo"),
         (("factories_of_a_test:right", "--records", "r.jsonl"), "--records goes with --zoo"),
@@ -180,8 +229,8 @@ def test_what_lowtide_refuses_is_no_failed_proof(run, monkeypatch, output):
 def test_a_policy_that_is_not_active_is_a_failed_proof(run):
     result = run("mobilebert", "--policy", "recompute+tile(loss, loss_tokens=8)", "--format", "json")
     assert result.exit_code == 1, result.output
-    (check,) = json.loads(result.stdout)["checks"]
-    assert (check["name"], check["verdict"]) == ("runs", "fail")
+    _, check = json.loads(result.stdout)["checks"]
+    assert (check["name"], check["verdict"], check["grade"]) == ("runs", "fail", "wrong")
     assert "SilentNoOpError: tile(loss): expected 'cls.predictions.decoder'" in check["summary"]
 
 
@@ -218,7 +267,7 @@ def test_weights_that_do_not_fit_are_one_message(run, tmp_path):
 def test_nothing_proven_is_not_called_zero_failures(run):
     result = run("factories_of_a_test:right", "--checks", "experts")
     assert result.exit_code == 1
-    assert "no check passed: nothing is proven" in result.output
+    assert "No check passed: nothing is proven" in result.output
     assert "0 of" not in result.output
 
 
@@ -258,7 +307,7 @@ def test_tiles_of_the_zoo_are_judged_without_dropout(run, monkeypatch, policy, d
 @pytest.mark.parametrize("fails", [False, True])
 def test_exit_codes_of_the_zoo(run, tmp_path, monkeypatch, statuses, code, fails):
     def run_survey(names, engine, path, **_):
-        return [one(name, status) for name, status in zip(names, statuses, strict=False)]
+        return [one(name.model_type, status) for name, status in zip(names, statuses, strict=False)]
 
     def one(name, status):
         failures = [{"mode": "default", "name": "memory"}] if fails and status == "audited" else []

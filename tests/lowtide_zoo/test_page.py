@@ -38,7 +38,9 @@ def model_part(zoo: str, model_type: str) -> str:
 
 def test_the_zoo_has_a_verdict_for_each_mode_and_check(zoo: str):
     def cells(model_type: str) -> list[str]:
-        return re.findall(r'<td class="v [\w-]+">([^<]*)</td>', model_part(zoo, model_type))
+        found = re.findall(r'<td class="v [\w-]+" title="([^"]*)">([^<]*)</td>', model_part(zoo, model_type))
+        assert all((sign == "FAIL") == (title == "wrong") for title, sign in found)
+        return [sign for _, sign in found]
 
     assert cells("alpha") == ["ok", "ok", "-"] * 2
     assert cells("zeta") == ["ok", "FAIL", "-", "ok", "ok", "-"]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from lowtide.auditing.baseline import against, read_baseline
 from lowtide.auditing.case import Case
-from lowtide.auditing.checks import ddp, gradients, in_place, lifecycle, memory, outcome, recompute
+from lowtide.auditing.checks import ddp, gradients, graph, in_place, lifecycle, memory, outcome, recompute
+from lowtide.auditing.grades import Grade, grade_named
 from lowtide.auditing.reference import Reference, is_ddp, plain_twin
-from lowtide.auditing.report import REFUSAL, RUNS, AuditReport, CheckResult, Verdict
+from lowtide.auditing.report import AuditReport
+from lowtide.auditing.result import REFUSAL, RUNS, CheckResult, Verdict
 from lowtide.auditing.setups import setups_for
 from lowtide.auditing.stacks import find_stacks
 from lowtide.auditing.step import Experiment
@@ -28,11 +32,17 @@ from lowtide.errors import (
     NotTokenWiseError,
     OffloadError,
 )
+from lowtide.modules import unwrap_ddp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
-CHECKS: dict[str, Callable[[Case], CheckResult]] = {
+_logger = logging.getLogger(__name__)
+
+_OF_PLAIN_MODEL: dict[str, Callable[[Reference], CheckResult]] = {"parameters reached": graph.reached}
+
+_OF_SETUP: dict[str, Callable[[Case], CheckResult]] = {
     "recomputed": recompute.recomputed,
     "gradients present": gradients.present,
     "gradient values": gradients.values,
@@ -50,7 +60,9 @@ CHECKS: dict[str, Callable[[Case], CheckResult]] = {
     "copy and pickle": lifecycle.portable,
     "in-place changes": in_place.refused,
 }
-"""All checks by name, in the order of the report."""
+
+CHECKS = (*_OF_PLAIN_MODEL, *_OF_SETUP)
+"""The names of all checks, in the order of the report."""
 
 REFUSALS = (
     InvalidValueError,
@@ -89,6 +101,8 @@ def audit(
     offload: bool = False,
     dropout: float | None = None,
     seed: int = 0,
+    fail_on: Grade | str = Grade.UNSAFE,
+    baseline: str | Path | None = None,
 ) -> AuditReport:
     """Judge whether checkpointing is active and right, by running training steps on this model and this batch.
 
@@ -102,11 +116,16 @@ def audit(
     plain. `offload=True` says that bytes should leave the device: then it is a failure if none do. `dropout` sets every
     dropout for the audit, so that random states are tested in models that have none. `checks` names the checks to run.
 
+    A failed check has a grade: wrong, no-effect, unsafe or untidy. `report.ok` counts those from `fail_on` on. Failures
+    that `baseline`, the JSON of an earlier report, has as well are known and do not count.
+
     Inside DDP, call it on every rank with the rank's own batch: the reference is then the average over ranks.
 
     The model's weights, gradients, buffers and modes are left as they were.
     """
     _check_arguments(model, checks)
+    threshold = grade_named(fail_on)
+    known = None if baseline is None else read_baseline(baseline)
     setups = setups_for(model, configure, modes)
     if is_ddp(model) and any(setup.configure is not None for setup in setups):
         raise CannotAuditError(
@@ -116,14 +135,17 @@ def audit(
     batch = dict(batch) if isinstance(batch, Mapping) else batch  # tokenizers and processors return mappings, not dicts
     experiment = Experiment(batch, loss, tuple(find_stacks(plain)), seed, dropout)
     expected = _run_reference(plain, experiment, on_all_ranks=is_ddp(model))
-    results: list[CheckResult] = []
+    results = [check(expected) for name, check in _OF_PLAIN_MODEL.items() if checks is None or name in checks]
     blocks = {}
     for setup in setups:
         case = Case(setup, model, expected, offload)
         results.extend(_judge(case, checks))
         if case.has_run:
             blocks[setup.name] = _blocks(case)
-    return AuditReport(model=type(model).__name__, checks=results, blocks=blocks, seed=seed)
+    report = AuditReport(
+        model=type(unwrap_ddp(model)).__name__, checks=results, blocks=blocks, seed=seed, fail_on=threshold
+    )
+    return report if known is None else against(report, known)
 
 
 audit.__module__ = "lowtide"
@@ -165,14 +187,14 @@ def _judge(case: Case, wanted: Sequence[str] | None) -> list[CheckResult]:
         return [_refused(case, error)]
     except Exception as error:  # noqa: BLE001  whatever the set-up raises is the finding
         return [_raised(case, RUNS, error)]
-    names = [name for name in CHECKS if wanted is None or name in wanted]
+    names = [name for name in _OF_SETUP if wanted is None or name in wanted]
     return [_check(case, name) for name in names if not (case.is_ddp and name in _NOT_INSIDE_DDP)]
 
 
 def _check(case: Case, name: str) -> CheckResult:
     """Run one check. If the set-up raises in a run that the check makes, that check fails."""
     try:
-        return CHECKS[name](case)
+        return _OF_SETUP[name](case)
     except NoGradientError as error:
         return _raised(case, name, error)
     except CannotAuditError:
@@ -200,6 +222,7 @@ def _refused(case: Case, error: LowtideError) -> CheckResult:
 
 
 def _raised(case: Case, name: str, error: Exception) -> CheckResult:
+    _logger.debug("%s: the set-up %s raised", name, case.setup.name, exc_info=error)
     first_line = (str(error).strip().splitlines() or [""])[0][:300]
     advice = "lowtide.apply needs no support in the model's code: try it with configure="
     return case.result(

@@ -11,12 +11,13 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from lowtide.auditing.reference import Reference, deep_copy, is_ddp
-from lowtide.auditing.report import CheckResult, Verdict
+from lowtide.auditing.result import CheckResult, Verdict
 from lowtide.auditing.step import Observation, observe
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from lowtide.auditing.grades import Grade
     from lowtide.auditing.setups import Installed, Setup
     from lowtide.auditing.step import Experiment
 
@@ -82,11 +83,24 @@ class Case:
         return self.setup.configure is None and self.recomputes_no_more_than_reference
 
     def result(
-        self, name: str, verdict: Verdict, summary: str, *, remedy: str | None = None, **evidence: Any
+        self,
+        name: str,
+        verdict: Verdict,
+        summary: str,
+        *,
+        remedy: str | None = None,
+        escalated: Grade | None = None,
+        **evidence: Any,
     ) -> CheckResult:
-        """Return the result of a check on this case."""
+        """Return the result of a check on this case; `escalated` if it is worse than the check's usual failure."""
         return CheckResult(
-            name=name, mode=self.setup.name, verdict=verdict, summary=summary, evidence=evidence, remedy=remedy
+            name=name,
+            mode=self.setup.name,
+            verdict=verdict,
+            summary=summary,
+            evidence=evidence,
+            remedy=remedy,
+            escalated=escalated,
         )
 
     def without_plain_reference(self, name: str, **evidence: Any) -> CheckResult:

@@ -1,13 +1,14 @@
 r"""Writes the report for CI systems: as JUnit XML and as workflow commands of GitHub Actions.
 
-JUnit has one test case for each check, in one suite. A failure carries evidence and remedy as its text. What proved
-nothing (inconclusive, not applicable) is skipped with the reason, so that it is counted and never looks like a pass.
+JUnit has one test case for each check, in one suite. A failure has its grade as its type, and carries evidence and
+remedy as its text. What proved nothing (inconclusive, not applicable), and a failure that does not count (too mild for
+the report's `fail_on`, or known), is skipped with the reason, so that it is counted and never looks like a pass.
 XML 1.0 cannot hold control characters, not even escaped; an error message may (a terminal's colours), so they are
 written as `\x1b`.
 
-GitHub turns workflow commands that a job prints into annotations. Failures are errors, inconclusive checks are
-warnings, and one notice sums up. GitHub shows ten errors and ten warnings for each step; the rest is in its log, and
-the notice counts all of them.
+GitHub turns workflow commands that a job prints into annotations. Failures that count are errors, other failures and
+inconclusive checks are warnings, known failures are notices, and one more notice sums up. GitHub shows ten errors and
+ten warnings for each step; the rest is in its log, and the last notice counts all of them.
 
 Both formats hold plain text, so evidence is written as indented lines with one value each.
 """
@@ -15,20 +16,21 @@ Both formats hold plain text, so evidence is written as indented lines with one 
 from __future__ import annotations
 
 import collections
+import json
 import re
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.grades import Grade
+from lowtide.auditing.result import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lowtide.auditing.report import AuditReport, CheckResult
+    from lowtide.auditing.report import AuditReport
+    from lowtide.auditing.result import CheckResult
 
-_SKIPPED = (Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE)
 _NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-_COMMANDS = {Verdict.FAIL: "error", Verdict.INCONCLUSIVE: "warning"}
 _INDENT = "  "
 
 
@@ -38,12 +40,13 @@ def as_junit(report: AuditReport) -> str:
         "testsuite",
         name=f"lowtide audit of {report.model}",
         tests=str(len(report.checks)),
-        failures=str(len(report.failures)),
+        failures=str(len(report.counted)),
         errors="0",
-        skipped=str(sum(check.verdict in _SKIPPED for check in report.checks)),
+        skipped=str(sum(_is_skipped(report, check) for check in report.checks)),
     )
     properties = ET.SubElement(suite, "properties")
     ET.SubElement(properties, "property", name="seed", value=str(report.seed))
+    ET.SubElement(properties, "property", name="conclusion", value=_xml_text(report.conclusion))
     suite.extend([_test_case(report, check) for check in report.checks])
     root = ET.Element("testsuites")
     root.append(suite)
@@ -53,15 +56,20 @@ def as_junit(report: AuditReport) -> str:
 
 def _test_case(report: AuditReport, check: CheckResult) -> ET.Element:
     case = ET.Element("testcase", classname=_xml_text(f"{report.model}.{check.mode}"), name=_xml_text(check.name))
-    if check.verdict is Verdict.FAIL:
-        failure = ET.SubElement(case, "failure", message=_xml_text(check.summary), type="lowtide.audit")
+    if report.counts(check):
+        failure = ET.SubElement(case, "failure", message=_xml_text(check.summary), type=check.label)
         failure.text = _xml_text(details(check))
-    elif check.verdict in _SKIPPED:
-        ET.SubElement(case, "skipped", message=_xml_text(f"{check.verdict}: {check.summary}"))
+    elif _is_skipped(report, check):
+        known = "known, " if check.known else ""
+        ET.SubElement(case, "skipped", message=_xml_text(f"{known}{check.label}: {check.summary}"))
     lines = evidence_lines(check.evidence)
     if lines:
         ET.SubElement(case, "system-out").text = _xml_text("\n".join(lines))
     return case
+
+
+def _is_skipped(report: AuditReport, check: CheckResult) -> bool:
+    return check.verdict is not Verdict.PASS and not report.counts(check)
 
 
 def _xml_text(text: str) -> str:
@@ -70,21 +78,26 @@ def _xml_text(text: str) -> str:
 
 def as_github(report: AuditReport) -> str:
     """Write the report as workflow commands: a line for each failed or inconclusive check, and a notice."""
-    lines = [_annotation(report, check) for check in report.checks if check.verdict in _COMMANDS]
+    shown = (Verdict.FAIL, Verdict.INCONCLUSIVE)
+    lines = [_annotation(report, check) for check in report.checks if check.verdict in shown]
     return "\n".join([*lines, _notice(report)])
 
 
 def _annotation(report: AuditReport, check: CheckResult) -> str:
-    title = f"{report.model} [{check.mode}] {check.name}"
+    command = "error" if report.counts(check) else "notice" if check.known else "warning"
+    known = "known, " if check.known else ""
+    title = f"{report.model} [{check.mode}] {check.name} ({known}{check.label})"
     message = f"{check.summary}\n{details(check)}".rstrip()
-    return _command(_COMMANDS[check.verdict], title, message)
+    return _command(command, title, message)
 
 
 def _notice(report: AuditReport) -> str:
-    counts = collections.Counter(check.verdict for check in report.checks)
-    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    counts = collections.Counter(check.label for check in report.checks)
+    words = [*map(str, reversed(Grade)), *map(str, Verdict)]
+    labels = ", ".join(f"{counts[word]} {word}" for word in words if counts[word])
     state = "ok" if report.ok else "not ok"
-    return _command("notice", f"lowtide audit of {report.model}", f"{state}: {verdicts or 'no check was run'}")
+    message = f"{state}: {report.conclusion} ({labels or 'no check was run'})"
+    return _command("notice", f"lowtide audit of {report.model}", message)
 
 
 def _command(name: str, title: str, message: str) -> str:
@@ -98,6 +111,33 @@ def _escape_data(text: str) -> str:
 
 def _escape_property(text: str) -> str:
     return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def as_markdown(report: AuditReport) -> str:
+    """Write the report as a comment on a pull request: the sentence, and a table of what is not as it should be."""
+    shown = [check for check in report.checks if check.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE)]
+    lines = [f"**{'ok' if report.ok else 'not ok'}**: `{report.model}`: {report.conclusion}."]
+    if shown:
+        lines += ["", "| grade | mode | check | what was found |", "|---|---|---|---|"]
+    for check in shown:
+        words = f"{check.label}{' (known)' if check.known else ''}"
+        lines.append(f"| {words} | {_cell(check.mode)} | {check.name} | {_cell(check.summary)} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def as_badge(report: AuditReport) -> str:
+    """Write what shields.io's endpoint badges read."""
+    grades = [check.grade for check in report.failures if check.grade is not None and not check.known]
+    message, colour = "not proven", "lightgrey"
+    if grades:
+        message, colour = str(max(grades, key=list(Grade).index)), "yellow" if report.ok else "red"
+    elif report.ok:
+        message, colour = "gradients right", "brightgreen"
+    return json.dumps({"schemaVersion": 1, "label": "lowtide audit", "message": message, "color": colour})
 
 
 def details(check: CheckResult) -> str:

@@ -125,6 +125,18 @@ def as_near(true: Gradients, expected: Gradients, found: Gradients, names: Itera
     }
 
 
+def as_rounded(rounding: dict[str, float], different: dict[str, float]) -> set[str]:
+    """Return which gradients differ by about as much as the last bits of the weights make them differ.
+
+    With such a change, another expert may be chosen: what moves a gradient by more than a little says nothing.
+    """
+    return {
+        name
+        for name, error in different.items()
+        if rounding.get(name, 0.0) <= _OWN_ERROR and error <= _FARTHER * rounding.get(name, 0.0)
+    }
+
+
 def _distances(true: Gradients, gradients: Gradients) -> dict[str, float]:
     """Return how far gradients are from the true ones, relative to these."""
     return {

@@ -11,18 +11,23 @@ import collections
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.grades import Grade
+from lowtide.auditing.result import Verdict
 from lowtide.html import COLOURS, TEMPLATES, chart, render, unit_for
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.auditing.report import AuditReport, CheckResult
+    from lowtide.auditing.report import AuditReport
+    from lowtide.auditing.result import CheckResult
 
 Blocks = list[dict[str, Any]]
 """Blocks of one mode, as `AuditReport.blocks` has them."""
 
 _TEMPLATE = TEMPLATES / "audit.html"
-_WORST_FIRST = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS, Verdict.NOT_APPLICABLE)
+_WORST_FIRST = [
+    *map(str, reversed(Grade)),
+    *map(str, (Verdict.INCONCLUSIVE, Verdict.PASS, Verdict.NOT_APPLICABLE)),
+]
 _MOST_STACKS = 12
 _BARS, _GAP, _ABOVE, _BELOW = 120, 70, 70, 34
 """Pixels: the height of a stack's bars, of its axis with the next stack's name, and the margins."""
@@ -41,8 +46,8 @@ def as_html(report: AuditReport) -> str:
 
 
 def _counts(checks: list[CheckResult]) -> dict[str, int]:
-    verdicts = [check.verdict for check in checks]
-    return {str(verdict): verdicts.count(verdict) for verdict in _WORST_FIRST if verdict in verdicts}
+    labels = [check.label for check in checks]
+    return {label: labels.count(label) for label in _WORST_FIRST if label in labels}
 
 
 def _by_mode(report: AuditReport) -> dict[str, list[CheckResult]]:
@@ -54,7 +59,7 @@ def _by_mode(report: AuditReport) -> dict[str, list[CheckResult]]:
 
 def _worst_first(checks: list[CheckResult]) -> list[CheckResult]:
     """Sort what needs a reader's attention to the front; the report's order decides among equals."""
-    return sorted(checks, key=lambda check: _WORST_FIRST.index(check.verdict))
+    return sorted(checks, key=lambda check: _WORST_FIRST.index(check.label))
 
 
 def _stacks(blocks: Blocks) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide._torch import pytree
 from lowtide.auditing.comparison import (
     as_near,
+    as_rounded,
     checksum,
     compare,
     error_beyond_rounding,
@@ -39,12 +40,15 @@ from lowtide.errors import CannotAuditError
 from lowtide.modules import named_parameters, unwrap_ddp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from lowtide.auditing.comparison import Comparison, Gradients
     from lowtide.auditing.step import Experiment
+
+_LITTLE = 0.02
+_NUDGES = 2
 
 
 class Reference:
@@ -55,6 +59,7 @@ class Reference:
         self.experiment = experiment
         self._trained_only: dict[frozenset[str], Observation] = {}
         self._in_double: dict[frozenset[str] | None, Gradients | None] = {}
+        self._rounding: dict[frozenset[str] | None, dict[str, float]] = {}
         self.first = self._observe(model, experiment)
         rerun = self._observe(model, experiment).gradients
         self.rerun_errors = relative_errors(self.first.gradients, rerun)
@@ -82,6 +87,22 @@ class Reference:
         """Whether a comparison would prove nothing: all gradients are zero, or the loss is not finite."""
         return largest_gradient(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
 
+    def parameters_that_change_the_loss(self, names: Sequence[str]) -> list[str]:
+        """Change each of these parameters a little, run forward, and return those with which the loss changes."""
+        parameters = dict(named_parameters(self.model))
+        loss = self.first.loss
+        noise = 4 * float((self._loss() - loss).abs())
+        found = []
+        for name in names:
+            with changed_a_little(parameters[name]):
+                if not float((self._loss() - loss).abs()) <= noise:  # so that NaN counts as a change
+                    found.append(name)
+        return found
+
+    def _loss(self) -> Tensor:
+        with without_torch_checkpoint(self.model), self.experiment.prepared(self.model):
+            return self.experiment.objective(self.experiment.call(self.model)).detach()
+
     def trained_only(self, names: frozenset[str]) -> Observation:
         """Observe the plain model with only these weights trained and everything else frozen; once for each set."""
         if names not in self._trained_only:
@@ -93,7 +114,9 @@ class Reference:
         """Compare a run's gradients with the reference's; with `trained`, both are runs in which only these train.
 
         Also returns names that were acquitted because their true gradient is zero: what was compared is rounding.
-        Others are acquitted because the run is as near to the true gradient as the reference, which is rounded, too.
+        Others are acquitted because the run is as near to the true gradient as the reference, which is rounded, too. If
+        the model cannot run in double precision, the plain model with other last bits in its weights takes the place of
+        the true one: what moves a gradient as far is rounding that the model amplifies.
         """
         expected = self.first if trained is None else self.trained_only(trained)
         comparison = compare(expected.gradients, seen.gradients, self.rerun_errors)
@@ -105,7 +128,23 @@ class Reference:
         true = None if self._is_average else self._gradients_in_double(trained)
         if true is not None:
             comparison.acquit(as_near(true, expected.gradients, seen.gradients, comparison.different))
+        elif comparison.different and not self._is_average:
+            comparison.acquit(as_rounded(self._errors_of_rounding(trained), comparison.different))
         return comparison, zeros
+
+    def _errors_of_rounding(self, trained: frozenset[str] | None) -> dict[str, float]:
+        """Return how far the last bits of the weights move the plain model's gradients: relative errors by name."""
+        if trained not in self._rounding:
+            expected = (self.first if trained is None else self.trained_only(trained)).gradients
+            errors: dict[str, float] = {}
+            for seed in range(_NUDGES):
+                twin = deep_copy(self.model)
+                nudge(twin, seed)
+                with contextlib.nullcontext() if trained is None else training_only(twin, trained):
+                    found = relative_errors(expected, self._observe(twin, self.experiment).gradients)
+                errors = {name: max(error, errors.get(name, 0.0)) for name, error in found.items()}
+            self._rounding[trained] = errors
+        return self._rounding[trained]
 
     def zero_by_mathematics(self, trained: frozenset[str] | None = None) -> set[str]:
         """Return the parameters whose gradient vanishes in double precision: in single precision it is rounding.
@@ -147,6 +186,31 @@ def _in_double(batch: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return pytree.tree_map(double, batch)
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, seed: int) -> None:
+    """Move every weight to the next number above or below it."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.numel():
+            signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.copy_(torch.nextafter(parameter, (2 * signs - 1) * float("inf")))
+
+
+@contextlib.contextmanager
+def changed_a_little(parameter: nn.Parameter) -> Iterator[None]:
+    """Add noise of a fiftieth of a parameter's size to it; put its bits back afterwards."""
+    before = parameter.detach().clone()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+    with torch.no_grad():
+        parameter.add_(noise, alpha=_LITTLE * (float(before.float().square().mean().sqrt()) or 1.0))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            parameter.copy_(before)
 
 
 @contextlib.contextmanager

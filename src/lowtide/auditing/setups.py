@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 AS_IT_IS = "as it is"
 CONFIGURED = "configured"
+PLAIN = "plain model"
+"""The mode of what is said about the model itself, whatever the set-up is."""
 TRANSFORMERS: dict[str, dict[str, Any] | None] = {
     "default": None,
     "reentrant": {"use_reentrant": True},

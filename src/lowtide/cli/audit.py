@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import fnmatch
 import itertools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,19 +31,31 @@ from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
     from lowtide.auditing import AuditReport
+    from lowtide.auditing.grades import Grade
+    from lowtide_zoo import TinyModel
     from lowtide_zoo.audited_model import AuditedModel
     from lowtide_zoo.records import Record
+    from lowtide_zoo.subjects import Subject
 
-_COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow", "not applicable": "dim"}
-_FOR_ONE = ("policy", "checks", "seed", "device")
-_FOR_ZOO = ("family", "workers", "timeout", "resume", "records")
+_COLOURS = {"pass": "green", "untidy": "yellow", "inconclusive": "yellow", "not applicable": "dim"}
+"""By label; other failures are red."""
+_FOR_ONE = ("policy", "checks", "seed", "device", "baseline", "model_class", "variant")
+_FOR_ZOO = ("family", "workers", "timeout", "resume", "records", "every_class", "variants")
 _NO_ANSWER = ("failed to run", "timed out")
 """Records of the zoo that say nothing about the engine. One that was refused or not built has its reason."""
+
+
+_MORE = ". lowtide -v audit ... shows the traceback"
+_logger = logging.getLogger(__name__)
 
 
 class EngineName(enum.StrEnum):
     TRANSFORMERS = "transformers"
     LOWTIDE = "lowtide"
+    TRL = "trl"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    PEFT_KBIT = "peft-kbit"
 
 
 def audit(
@@ -52,8 +65,9 @@ def audit(
     engine: Annotated[
         EngineName | None,
         typer.Option(
-            help="What to judge: transformers' own flag in both of its modes, or lowtide.apply. Default: the flag, if "
-            "this is a transformers model with nothing switched on; else the model as it is."
+            help="What to judge: transformers' own flag in both of its modes, lowtide.apply, or the set-up of another "
+            "library that is installed. Default: the flag, if this is a transformers model with nothing switched on; "
+            "else the model as it is."
         ),
     ] = None,
     policy: Annotated[
@@ -64,12 +78,38 @@ def audit(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for random weights, batch and dropout.")] = 0,
     device: Annotated[str | None, typer.Option(help="Move the model and the batch there first, e.g. cuda.")] = None,
+    model_class: Annotated[
+        str | None, typer.Option("--class", help="With a model type: this class of it, e.g. BlipModel.")
+    ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="With a model type: turn a feature on, e.g. kv-sharing. An unknown name lists them all."),
+    ] = None,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<untidy|unsafe|no-effect|wrong>",
+            help="The mildest grade of a failure that makes the exit code 1: untidy (hooks are left), unsafe (under "
+            "DDP), no-effect (no memory saved) or wrong (gradients). Default: unsafe.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="An earlier report, made with --format json: the failures in it are known and do not count."),
+    ] = None,
     output: Annotated[Format, format_option("the report", *Format)] = Format.TEXT,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this file instead.")] = None,
     whole_zoo: Annotated[
         bool, typer.Option("--zoo", help="Audit every architecture of the installed transformers, tiny and random.")
     ] = False,
     family: Annotated[str, typer.Option(help="With --zoo: only model types that match this glob.")] = "*",
+    every_class: Annotated[
+        bool, typer.Option("--every-class", help="With --zoo: all public classes that differ in more than their heads.")
+    ] = False,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="With --zoo: also with features on that are off by default.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, help="With --zoo: how many processes run at a time.")] = 2,
     timeout: Annotated[float, typer.Option(help="With --zoo: seconds per architecture.")] = 240,
     resume: Annotated[bool, typer.Option(help="With --zoo: continue where the records end.")] = False,
@@ -87,8 +127,9 @@ def audit(
     random ones; if that does not fit in memory, a tiny model of the same type is
     audited instead, and a note says so.
 
-    Exit code 0: nothing failed. 1: a check failed, or nothing is proven about
-    gradients. 2: it could not run; with --zoo, for at least one architecture.
+    Exit code 0: nothing failed that counts (--fail-on, --baseline). 1: a check
+    failed, or nothing is proven about gradients. 2: it could not run; with
+    --zoo, for at least one architecture.
 
     Is transformers' checkpointing right for Mllama?  [bold]lowtide audit mllama[/]
 
@@ -96,8 +137,12 @@ def audit(
 
     Your own model, in CI:  [bold]lowtide audit my_package.models:tiny --format github[/]
 
+    A report for transformers, with a script that shows the worst fault:
+    [bold]lowtide audit mllama --format issue[/]
+
     All architectures, against our engine:  [bold]lowtide audit --zoo --engine lowtide[/]
     """
+    from lowtide.auditing.grades import grade_named
     from lowtide.errors import LowtideError
 
     if (target is None) != whole_zoo:
@@ -110,26 +155,34 @@ def audit(
     check_output(to)
     try:
         if whole_zoo:
-            code = _audit_zoo(engine or EngineName.TRANSFORMERS, family, records, workers, timeout, resume, output, to)
+            chosen = engine or EngineName.TRANSFORMERS
+            threshold = grade_named(fail_on or "unsafe")
+            found = _subjects(family, workers, every_class=every_class, variants=variants)
+            code = _audit_zoo(chosen, found, records, workers, timeout, resume, threshold, output, to)
         else:
-            code = _audit_one(str(target), engine, policy, checks, seed, device, output, to)
+            judged = {"fail_on": fail_on, "baseline": baseline}
+            given = {name: value for name, value in judged.items() if value is not None}
+            unusual = {"model_class": model_class, "variant": variant}
+            code = _audit_one(str(target), unusual, engine, policy, checks, seed, device, given, output, to)
     except LowtideError as error:
-        give_up(str(error))
+        _logger.debug("the audit could not run", exc_info=error)
+        give_up(str(error) + (_MORE if error.__cause__ is not None and not _logger.isEnabledFor(logging.DEBUG) else ""))
     raise typer.Exit(code)
 
 
 def _audit_one(
     name: str,
+    unusual: dict[str, str | None],
     engine: EngineName | None,
     policy: str | None,
     checks: str | None,
     seed: int,
     device: str | None,
+    judged: dict[str, Any],
     output: Format,
     to: Path | None,
 ) -> int:
-    import lowtide
-    from lowtide.auditing.report import REFUSAL
+    from lowtide.auditing.result import REFUSAL
     from lowtide.targets.models import current_folder_importable
     from lowtide.targets.target import is_factory
     from lowtide_zoo.audited_model import load_audited
@@ -140,23 +193,49 @@ def _audit_one(
     # A factory's model may import from the current folder late. For other targets a file there must not hide a package.
     with current_folder_importable() if is_factory(name) else contextlib.nullcontext():
         with console.status(f"building {escape(name)}"):
-            audited = load_audited(name, seed=seed)
+            audited = load_audited(name, seed=seed, **unusual)
         if audited.note is not None:  # before the audit, so that it is said even if the audit fails
             note(audited.note)
+        if output is Format.ISSUE and audited.tiny_model is None:
+            give_up("--format issue writes a script from a model type of transformers: name one, such as llama")
         if device is not None:
             audited = audited.to(device)
-        options: dict[str, Any] = {"seed": seed, **audited.options, **_setup(engine, policy, audited)}
+        options: dict[str, Any] = {"seed": seed, **audited.options, **_setup(engine, policy, audited), **judged}
         if checks is not None:
             options["checks"] = [check.strip() for check in checks.split(",")]
         with console.status(f"auditing {escape(name)}"):
-            report = lowtide.audit(audited.model, audited.batch, **options)
+            report = _run(engine, audited, options)
     for check in report.checks:
         if REFUSAL in check.evidence:
             give_up(check.evidence[REFUSAL])
     if audited.note is not None:
         report = dataclasses.replace(report, model=f"{report.model} (tiny, in place of {audited.name})")
-    _print(report, output, to)
+    if output is Format.ISSUE and audited.tiny_model is not None:
+        write(_issue(audited.tiny_model, report), to)
+    else:
+        _print(report, output, to)
     return 0 if report.ok else 1
+
+
+def _run(engine: EngineName | None, audited: AuditedModel, options: dict[str, Any]) -> AuditReport:
+    import lowtide
+    from lowtide_zoo.peers import PEERS, audit_peer
+
+    if engine is not None and engine.value in PEERS:
+        return audit_peer(engine.value, audited.model, audited.batch, **options)
+    return lowtide.audit(audited.model, audited.batch, **options)
+
+
+def _issue(tiny_model: TinyModel, report: AuditReport) -> str:
+    """Write up the worst failure, after its script has shown it."""
+    from lowtide_zoo.issue import shows, write_issue
+
+    issue = write_issue(tiny_model, report)
+    with Console(stderr=True).status("running the script"):
+        output = shows(issue)
+    if output is None:
+        give_up(f"the script does not show this failure, so it is not written up: {issue.title}")
+    return issue.as_text(output)
 
 
 def _check_device(device: str) -> None:
@@ -181,10 +260,10 @@ def _setup(engine: EngineName | None, policy: str | None, audited: AuditedModel)
         raise InvalidValueError(
             f"{audited.name} returns configure, which decides what is judged: leave --engine and --policy out"
         )
-    if engine is EngineName.TRANSFORMERS:
+    if engine not in (None, EngineName.LOWTIDE):
         if policy is not None:
-            raise InvalidValueError("--policy is for Lowtide's engine: leave out --engine transformers")
-        return {"modes": MODES}
+            raise InvalidValueError(f"--policy is for Lowtide's engine: leave out --engine {engine}")
+        return {"modes": MODES} if engine is EngineName.TRANSFORMERS else {}
     wanted = lowtide.Policy.parse(policy or "recompute")
     dropout = {"dropout": dropout_under(wanted)} if audited.is_tiny else {}
     return {"configure": lambda model: lowtide.apply(model, wanted), "offload": wanted.offload is not None, **dropout}
@@ -214,39 +293,58 @@ def _formatted(report: AuditReport, output: Format) -> str:
 
 
 def _print_text(report: AuditReport) -> None:
+    """Print the text report in colours."""
+    from lowtide.auditing.report import text_lines
+
     console = Console(highlight=False)
-    mode = None
-    for check in report.checks:
-        if check.mode != mode:
-            mode = check.mode
-            console.print(f"[bold]{escape(report.model)}[/], {escape(mode)}")
-        colour = _COLOURS[check.verdict]
-        print_paragraph(console, f"  [{colour}]{check.verdict:<14}[/] {escape(check.name)}: {escape(check.summary)}")
-        if check.verdict in ("fail", "inconclusive") and check.remedy:
-            print_paragraph(console, f"                 [dim]remedy: {escape(check.remedy)}[/]")
-    console.print(f"[{'green' if report.ok else 'red'}]{escape(report.conclusion)}[/]")
+    for label, text, check in text_lines(report):
+        if check is None:
+            print_paragraph(console, f"[bold]{escape(text)}[/]")
+        else:
+            colour = _COLOURS.get(check.label, "red") if label else "dim"
+            print_paragraph(console, f"  [{colour}]{label:<9}[/] {escape(text)}")
+
+
+def _subjects(family: str, workers: int, *, every_class: bool, variants: bool) -> list[Subject]:
+    """List what the zoo's survey audits."""
+    import lowtide_zoo as zoo
+    from lowtide.errors import InvalidValueError
+    from lowtide_zoo.subjects import Subject
+    from lowtide_zoo.survey import find_subjects
+
+    wanted = [name for name in zoo.model_types() if fnmatch.fnmatchcase(name, family)]
+    if not wanted:
+        raise InvalidValueError(f"no model type of the installed transformers fits {family!r}")
+    if not every_class and not variants:
+        return [Subject(name) for name in wanted]
+    with progress_bar(Console(stderr=True), "looking for classes", total=len(wanted)) as show:
+        count = itertools.count(1)
+        return find_subjects(
+            wanted,
+            every_class=every_class,
+            variants=variants,
+            workers=workers,
+            on_type=lambda name: show(name, next(count), len(wanted)),
+        )
 
 
 def _audit_zoo(
     engine: EngineName,
-    family: str,
+    wanted: list[Subject],
     records: Path,
     workers: int,
     timeout: float,
     resume: bool,
+    fail_on: Grade,
     output: Format,
     to: Path | None,
 ) -> int:
-    import lowtide_zoo as zoo
     from lowtide.errors import InvalidValueError
     from lowtide_zoo.records import surveyed
     from lowtide_zoo.survey import Engine, run_survey
 
     if output not in (Format.TEXT, Format.JSON, Format.HTML):
         raise InvalidValueError(f"--zoo prints text, json or html, not {output}")
-    wanted = [name for name in zoo.model_types() if fnmatch.fnmatchcase(name, family)]
-    if not wanted:
-        raise InvalidValueError(f"no model type of the installed transformers fits {family!r}")
     done = surveyed(records, engine.value) if resume else set()
     left = len([name for name in wanted if name not in done])
     with progress_bar(Console(stderr=True), total=left, shows_remaining=True) as show:
@@ -254,13 +352,13 @@ def _audit_zoo(
 
         def on_record(record: Record) -> None:
             outcome = f"{len(record.failures)} failures" if record.failures else record.status
-            show(f"{record.model_type}: {outcome}", next(count), left)
+            show(f"{record.subject.name}: {outcome}", next(count), left)
 
         found = run_survey(
             wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=on_record
         )
     _print_zoo(found, output, to)
-    if any(record.failures for record in found):
+    if any(grade.reaches(fail_on) for record in found for grade in record.grades):
         return 1
     return COULD_NOT_RUN if any(record.status in _NO_ANSWER for record in found) else 0
 

@@ -34,6 +34,7 @@ class Format(enum.StrEnum):
     REPORT = "report"
     JUNIT = "junit"
     GITHUB = "github"
+    ISSUE = "issue"
 
 
 def format_option(what: str, *formats: Format) -> Any:
@@ -68,7 +69,8 @@ def refuse_unused(context: typer.Context, names: tuple[str, ...], why: str) -> N
     """Give up if one of these options was given: here it would do nothing."""
     for name in names:
         if is_given(context, name):
-            give_up(f"--{name.replace('_', '-')} {why}")
+            option = next(option for option in context.command.params if option.name == name)
+            give_up(f"{option.opts[0]} {why}")
 
 
 def check_output(to: Path | None) -> None:

@@ -145,8 +145,10 @@ def _print_checks(console: Console, report: dict[str, Any]) -> None:
     for check in report["checks"]:
         if check["verdict"] != "not applicable":
             colour = "green" if check["verdict"] == "pass" else "red"
-            table.add_row(f"[{colour}]{check['verdict']}[/]", check["name"], escape(check["summary"]))
+            word = check["grade"] or check["verdict"]
+            table.add_row(f"[{colour}]{word}[/]", check["name"], escape(check["summary"]))
     console.print(table)
+    console.print(escape(report["conclusion"]), style="bold")
     if not report["ok"]:
         raise DemoError("the audit found a fault in our own engine: please report it")
     console.print()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowtide.auditing.reference import differ_between_ranks
-from lowtide.auditing.report import CheckResult, Verdict, first_few
+from lowtide.auditing.result import CheckResult, Verdict, first_few
 
 if TYPE_CHECKING:
     from lowtide.auditing.case import Case

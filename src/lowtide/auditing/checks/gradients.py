@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.auditing.comparison import is_none_or_zero
 from lowtide.auditing.reference import training_only
-from lowtide.auditing.report import CheckResult, Verdict, first_few
+from lowtide.auditing.result import CheckResult, Verdict, first_few
 from lowtide.auditing.step import observe
 from lowtide.errors import NoGradientError
 from lowtide.modules import named_modules

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowtide._torch import pytree
 from lowtide.auditing.comparison import compare
-from lowtide.auditing.report import CheckResult, Verdict
+from lowtide.auditing.result import CheckResult, Verdict
 from lowtide.auditing.step import gradients_with
 from lowtide.modules import named_modules
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from lowtide._torch import hooks_of
 from lowtide.auditing.comparison import compare
-from lowtide.auditing.report import CheckResult, Verdict
+from lowtide.auditing.grades import Grade
+from lowtide.auditing.result import CheckResult, Verdict, first_few, listed
 from lowtide.auditing.step import observe
 
 if TYPE_CHECKING:
@@ -32,16 +33,25 @@ def idempotent(case: Case) -> CheckResult:
     before = {block: case.run().backward_calls[block] for block in case.blocks}
     wrong = compare(case.run().gradients, seen.gradients, case.reference.rerun_errors).suspects
     if counts != before or wrong or grown:
-        what = "hooks pile up" if grown and counts == before and not wrong else "it acts twice"
         return case.result(
             name,
             Verdict.FAIL,
-            f"switched on twice, {what}",
+            f"switched on twice, {_twice(grown, [block for block in counts if counts[block] != before[block]], wrong)}",
             remedy="remember what is installed, and do not install it again",
+            escalated=Grade.WRONG if wrong else None,
             new_hooks=dict(grown),
             wrong_gradients=len(wrong),
         )
     return case.result(name, Verdict.PASS, "switched on twice, it acts once")
+
+
+def _twice(grown: dict[str, int], changed: list[str], wrong: list[str]) -> str:
+    said = [
+        "hooks pile up" if grown else "",
+        f"these blocks run a different number of times: {listed(changed)}" if changed else "",
+        f"{len(wrong)} gradients are different: {listed(wrong)}" if wrong else "",
+    ]
+    return "; ".join(filter(None, said))
 
 
 def reversible(case: Case) -> CheckResult:
@@ -66,13 +76,22 @@ def reversible(case: Case) -> CheckResult:
         return case.result(
             name,
             Verdict.FAIL,
-            f"switched off, {len(still)} blocks still run again in backward, {len(wrong)} gradients differ and "
-            f"{sum(left.values())} hooks are left",
+            f"switched off, {_left(still, wrong, sum(left.values()))}",
             remedy="undo everything that was installed",
+            escalated=Grade.WRONG if wrong else None,
             still_recomputed=still[:8],
             hooks_left=dict(left),
         )
     return case.result(name, Verdict.PASS, "switched off, the model is as it was")
+
+
+def _left(still: list[str], wrong: list[str], hooks: int) -> str:
+    said = [
+        f"{len(still)} blocks still run again in backward: {listed(still)}" if still else "",
+        f"{len(wrong)} gradients differ: {listed(wrong)}" if wrong else "",
+        f"{hooks} {'hook is' if hooks == 1 else 'hooks are'} left" if hooks else "",
+    ]
+    return "; ".join(filter(None, said))
 
 
 def portable(case: Case) -> CheckResult:
@@ -84,7 +103,17 @@ def portable(case: Case) -> CheckResult:
     model = case.install().model
     problem = _pickling_error(model)
     if problem is None:
-        problem = _wrong_gradients(case, copy.deepcopy(model))
+        wrong = _wrong_gradients(case, copy.deepcopy(model))
+        if wrong:
+            return case.result(
+                name,
+                Verdict.FAIL,
+                f"a deep copy of the model that is set up has {len(wrong)} wrong gradients: {listed(wrong)}",
+                remedy="what is installed must be copied with the model, and must not refer to the original",
+                escalated=Grade.WRONG,
+                different=first_few(wrong),
+                count=len(wrong),
+            )
     if problem is not None:
         return case.result(
             name,
@@ -97,12 +126,12 @@ def portable(case: Case) -> CheckResult:
     return case.result(name, Verdict.PASS, "deep copy and pickle work, and a copy's gradients are right")
 
 
-def _wrong_gradients(case: Case, twin: nn.Module) -> str | None:
+def _wrong_gradients(case: Case, twin: nn.Module) -> list[str]:
+    """Return the parameters whose gradients are wrong in a copy, and not in the model that was set up."""
     seen = observe(twin, case.experiment)
     wrong = compare(case.plain.gradients, seen.gradients, case.reference.rerun_errors).suspects
     already = compare(case.plain.gradients, case.run().gradients, case.reference.rerun_errors).suspects
-    new = [name for name in wrong if name not in already]
-    return f"a copy has {len(new)} wrong gradients" if new else None
+    return [name for name in wrong if name not in already]
 
 
 def _plain_pickling_error(case: Case) -> str | None:

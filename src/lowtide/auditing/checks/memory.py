@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.report import CheckResult, Verdict
+from lowtide.auditing.result import CheckResult, Verdict
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide.auditing.comparison import TOLERANCES, max_abs
-from lowtide.auditing.report import CheckResult, Verdict, first_few
+from lowtide.auditing.result import CheckResult, Verdict, first_few
 
 if TYPE_CHECKING:
     from torch import Tensor

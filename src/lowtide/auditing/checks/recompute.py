@@ -10,7 +10,7 @@ import collections
 from typing import TYPE_CHECKING, Any
 
 from lowtide.auditing.instruments import is_attention
-from lowtide.auditing.report import CheckResult, Verdict, first_few
+from lowtide.auditing.result import CheckResult, Verdict, first_few
 from lowtide.modules import ancestors
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def recomputed(case: Case) -> CheckResult:
             Verdict.FAIL,
             "; ".join(findings),
             remedy="checkpoint these layers too, in the model's own code, or use lowtide.apply, which finds them",
+            missed=[stack["name"] for stack in missed],
+            count=sum(stack["not_recomputed"] for stack in missed) + len(repeated),
             stacks=stacks,
             repeated={name: list(counts) for name, counts in repeated},
         )
@@ -91,6 +93,8 @@ def _none_recomputed(case: Case, stacks: list[dict[str, Any]]) -> CheckResult:
         Verdict.FAIL,
         "no block ran again in backward: the setting has no effect",
         remedy="check that the model's code reads the flag; lowtide.apply needs no support in it",
+        missed=[stack["name"] for stack in stacks],
+        count=sum(stack["not_recomputed"] for stack in stacks),
         stacks=stacks,
     )
 
@@ -138,5 +142,10 @@ def _run_too_often(case: Case) -> list[tuple[str, tuple[int, int]]]:
 
 def _missed(stack: dict[str, Any]) -> str:
     share = f"{100 * stack['share_of_memory']:.0f} % of the memory held"
-    count = f"{stack['not_recomputed']} of {stack['not_recomputed'] + stack['recomputed']}"
-    return f"{stack['name']}: {count} {stack['kind']} did not run again ({share})"
+    blocks = f"{stack['not_recomputed'] + stack['recomputed']} {stack['kind']}"
+    if not stack["recomputed"]:
+        return f"{stack['name']}: none of {blocks} ran again ({share})"
+    names = stack["blocks_not_recomputed"]
+    more = stack["not_recomputed"] - len(names)
+    few = f"{', '.join(names)}{f' and {more} more' if more else ''}"
+    return f"{stack['name']}: {few} of {blocks} did not run again ({share})"

@@ -1,0 +1,165 @@
+"""Sets a model up for training as other libraries do, so that the audit can judge them.
+
+| engine | what its users get |
+|---|---|
+| `trl` | SFTTrainer's flag (not reentrant), and its selective checkpointing, which keeps attention |
+| `accelerate` | the FSDP2 plugin's `activation_checkpointing=True`: torch's wrappers around the layers |
+| `deepspeed` | transformers' flag with `deepspeed.checkpointing.checkpoint` in the place of torch's |
+| `peft-kbit` | LoRA on a base that `prepare_model_for_kbit_training` froze, as for QLoRA, here without quantization |
+
+Each calls the library's own code on one process. What a trainer or a launcher adds around it is not judged: sharding,
+mixed precision, and kernels that need a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.auditing import audit
+from lowtide.auditing.baseline import against, read_baseline
+from lowtide.auditing.setups import PLAIN
+from lowtide.errors import CannotAuditError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import nn
+
+    from lowtide.auditing import AuditReport, CheckResult
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerSetup:
+    """One way in which a library's users train."""
+
+    mode: str
+    configure: Callable[[nn.Module], Any]
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+    """Makes the model that is trained, such as one with adapters: the reference has it, too."""
+
+
+def audit_peer(
+    engine: str, model: nn.Module, batch: Any, *, baseline: Path | None = None, **options: Any
+) -> AuditReport:
+    """Audit a copy of a model under every set-up of an engine, each as a mode of one report."""
+    reports = [_audit(setup, model, batch, options) for setup in peer_setups(engine)]
+    checks = [check for number, report in enumerate(reports) for check in report.checks if _is_new(check, number)]
+    blocks = {mode: found for report in reports for mode, found in report.blocks.items()}
+    merged = dataclasses.replace(reports[0], checks=checks, blocks=blocks)
+    return merged if baseline is None else against(merged, read_baseline(baseline))
+
+
+def _audit(setup: PeerSetup, model: nn.Module, batch: Any, options: dict[str, Any]) -> AuditReport:
+    try:
+        prepared = setup.prepare(copy.deepcopy(model))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CannotAuditError(f"{setup.mode} cannot prepare {type(model).__name__}: {error}") from error
+    report = audit(prepared, batch, configure=setup.configure, **options)
+    return dataclasses.replace(
+        report,
+        model=type(model).__name__,
+        checks=[c if c.mode == PLAIN else dataclasses.replace(c, mode=setup.mode) for c in report.checks],
+        blocks=dict.fromkeys([setup.mode], next(iter(report.blocks.values()), [])),
+    )
+
+
+def _is_new(check: CheckResult, report: int) -> bool:
+    """Return whether a check belongs into the merged report: what is said of the plain model is said once."""
+    return check.mode != PLAIN or report == 0
+
+
+def peer_setups(engine: str) -> list[PeerSetup]:
+    """Return the set-ups of an engine. Its library must be installed."""
+    return _SETUPS[engine]
+
+
+class _Flag:
+    """Transformers' flag, switched on; `remove` switches it off as the library's users do."""
+
+    def __init__(self, model: Any, function: Callable[..., Any] | None = None, **keywords: Any) -> None:
+        _require_support(model)
+        self.model = model
+        if function is None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
+        else:
+            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+
+    def remove(self) -> None:
+        self.model.gradient_checkpointing_disable()
+
+
+def _require_support(model: Any) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise CannotAuditError(f"{type(model).__name__} does not support gradient checkpointing")
+
+
+def _trl_flag(model: nn.Module) -> _Flag:
+    _package("trl")  # its trainers call the flag with these keywords
+    return _Flag(model, use_reentrant=False)
+
+
+def _trl_selective(model: nn.Module) -> _Flag:
+    _package("trl.models").enable_selective_activation_checkpointing(model)
+    return _Flag(model, selective=True)
+
+
+def _accelerate(model: nn.Module) -> None:
+    fsdp = _package("accelerate.utils.fsdp_utils")
+    plugin = _package("accelerate").FullyShardedDataParallelPlugin(
+        fsdp_version=2, activation_checkpointing=True, auto_wrap_policy="transformer_based_wrap"
+    )
+    fsdp.fsdp2_apply_ac(types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin)), model)
+
+
+def _deepspeed(model: nn.Module) -> _Flag:
+    return _Flag(model, _package("deepspeed").checkpointing.checkpoint)
+
+
+def _with_adapters(model: nn.Module) -> nn.Module:
+    """Freeze a model and add LoRA to its linear layers. B starts at zero, which would hide the gradients of A."""
+    peft = _package("peft")
+    model.requires_grad_(False)
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return adapted
+
+
+def _kbit(model: Any) -> None:
+    """Call PEFT's function for a quantized base, which is told by an attribute, and let the adapters train again."""
+    base = model.get_base_model()
+    _require_support(base)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    base.is_loaded_in_8bit = True
+    _package("peft").prepare_model_for_kbit_training(base)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+
+
+_SETUPS = {
+    "trl": [PeerSetup("trl", _trl_flag), PeerSetup("trl, selective", _trl_selective)],
+    "accelerate": [PeerSetup("accelerate, FSDP2 plugin", _accelerate)],
+    "deepspeed": [PeerSetup("deepspeed", _deepspeed)],
+    "peft-kbit": [PeerSetup("peft, k-bit", _kbit, _with_adapters)],
+}
+
+PEERS = tuple(_SETUPS)
+"""The names of the engines."""
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise MissingDependencyError(f"--engine needs {package}, which cannot be imported here ({error})") from error
