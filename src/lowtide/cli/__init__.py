@@ -14,6 +14,7 @@ from lowtide.cli.audit import audit
 from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.plan import calibrate, plan
+from lowtide.cli.selftest import selftest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ app.command()(audit)
 app.command()(doctor)
 app.command()(plan)
 app.command()(calibrate)
+app.command()(selftest)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Runs a part of the self-test in a process of its own, which ends with everything that it started if this one stops."""
+"""Runs a part of the self-test in a separate process, and ends it with all that it started if this one stops."""
 
 from __future__ import annotations
 

@@ -50,10 +50,8 @@ def run(bench: Bench) -> StageResult:
             seen[policy] = step_memory(bench, twin.forward, twin.finish)
         saved = _saved_by_region(made[PLAIN])
     plain = seen[PLAIN]
-    rows = [_leftover_row(PLAIN, plain)]
-    for policy in POLICIES[1:]:
-        rows.append(_row(policy, seen[policy], expect(bench, policy, plain, saved), plain))
-    return StageResult(name="frees", rows=rows)
+    rows = [_row(policy, seen[policy], expect(bench, policy, plain, saved), plain) for policy in POLICIES[1:]]
+    return StageResult(name="frees", rows=[_plain_row(plain), *rows])
 
 
 def _saved_by_region(plain: Twin) -> list[int]:
@@ -104,10 +102,10 @@ def _row(policy: str, seen: StepMemory, expected: Expected, plain: StepMemory) -
     )
 
 
-def _leftover_row(policy: str, seen: StepMemory) -> Row:
+def _plain_row(seen: StepMemory) -> Row:
     reasons = _left_over(seen)
     return Row(
-        name=policy,
+        name=PLAIN,
         verdict=Verdict.INCONCLUSIVE if reasons else None,
         summary="; ".join(reasons) or f"{format_bytes(seen.after_forward)} after forward",
         figures={

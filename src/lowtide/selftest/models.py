@@ -42,21 +42,21 @@ def build(family: str, *, lora: bool = False) -> tuple[nn.Module, Batch]:
         if lora:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=_ADAPTED[family]))  # type: ignore[arg-type]
+            model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=_ADAPTED[family]))
         return model.train(), batch
 
 
 def _llama() -> tuple[nn.Module, Batch]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_TEXT)), _text()
+    return LlamaForCausalLM(LlamaConfig(**_TEXT)), _text()  # type: ignore[no-untyped-call]
 
 
 def _mixtral() -> tuple[nn.Module, Batch]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**_TEXT, num_local_experts=4, output_router_logits=True)
-    return MixtralForCausalLM(config), _text()
+    return MixtralForCausalLM(config), _text()  # type: ignore[no-untyped-call]
 
 
 def _qwen3_vl() -> tuple[nn.Module, Batch]:
@@ -84,7 +84,7 @@ def _qwen3_vl() -> tuple[nn.Module, Batch]:
         vision_end_token_id=_END,
         tie_word_embeddings=False,
     )
-    return Qwen3VLForConditionalGeneration(config), _text_with_picture()
+    return Qwen3VLForConditionalGeneration(config), _text_with_picture()  # type: ignore[no-untyped-call]
 
 
 def _vision() -> tuple[nn.Module, Batch]:
@@ -181,7 +181,7 @@ def workload(work: Work, device: torch.device) -> tuple[nn.Module, Batch]:
     from transformers import AutoModelForCausalLM
 
     with seeded(0):
-        model = AutoModelForCausalLM.from_config(workload_config(work), dtype=DTYPES[work.dtype])
+        model = AutoModelForCausalLM.from_config(workload_config(work), dtype=DTYPES[work.dtype])  # type: ignore[no-untyped-call]
     ids = (torch.arange(work.tokens, device=device) % (work.vocabulary - 16) + 16)[None]
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     return model.to(device).train(), batch

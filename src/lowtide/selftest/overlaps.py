@@ -141,7 +141,10 @@ def _link_row(bench: Bench, name: str, rate: float) -> Row:
     figures: dict[str, Any] = {"bytes_per_second": rate}
     if bench.sheet is None:
         return Row(
-            name=name, verdict=None, summary=f"{rate / 1e9:.3g} GB/s ({bench.why_no_sheet.split(':')[0]})", figures=figures
+            name=name,
+            verdict=None,
+            summary=f"{rate / 1e9:.3g} GB/s ({bench.why_no_sheet.split(':')[0]})",
+            figures=figures,
         )
     share = rate / bench.sheet.link
     verdict = Verdict.PASS if share >= THRESHOLDS.link else Verdict.FAIL

@@ -139,9 +139,7 @@ def _peer_row(bench: Bench, name: str, peer: Peer) -> Row:
         return Row(name=name, verdict=None, summary=without_paths(f"raises {type(error).__name__}: {error}"))
 
 
-def measure(
-    bench: Bench, enter: Callable[[nn.Module], AbstractContextManager[Any]]
-) -> tuple[StepMemory, list[float]]:
+def measure(bench: Bench, enter: Callable[[nn.Module], AbstractContextManager[Any]]) -> tuple[StepMemory, list[float]]:
     """Return the bytes of a step of the workload under a way to hold activations, and the seconds of several steps."""
     with _trained(bench, enter) as (twin, context):
         with context:

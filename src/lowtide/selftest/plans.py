@@ -8,7 +8,6 @@ planned with the rates that were measured.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import statistics
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.auditing.report import Verdict
-from lowtide.hardware.accelerators import Accelerator, Efficiencies
+from lowtide.hardware.accelerators import Accelerator
 from lowtide.selftest.meters import step_memory
 from lowtide.selftest.models import workload_config
 from lowtide.selftest.overlaps import measure_rates, time_in_turns
@@ -108,7 +107,9 @@ def plan(bench: Bench, *accelerators: Accelerator | None) -> list[dict[str, Esti
     kernel = "flash" if bench.is_emulated or bench.device.type == "cpu" else "auto"
     job = Job(tokens=bench.work.tokens, dtype=bench.work.dtype, attention=kernel)
     found: list[dict[str, Estimate]] = [{} for _ in accelerators]
-    wanted = [(accelerator, estimates) for accelerator, estimates in zip(accelerators, found, strict=True) if accelerator]
+    wanted = [
+        (accelerator, estimates) for accelerator, estimates in zip(accelerators, found, strict=True) if accelerator
+    ]
     with SimulatorProcess(target, job, wanted[0][0]) as simulator:
         for accelerator, estimates in wanted:
             simulator.change_accelerator(accelerator)
@@ -141,7 +142,9 @@ def _standing_bytes(twin: Any) -> int:
     """Return the bytes of weights, buffers, the optimizer's states and the batch, as the allocator rounds them."""
     states = [value for state in twin.optimizer.state.values() for value in state.values()]
     tensors = [*twin.model.parameters(), *twin.model.buffers(), *states, *twin.batch.values()]
-    there = {id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == twin.batch["labels"].device.type}
+    there = {
+        id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == twin.batch["labels"].device.type
+    }
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in there.values())
 
 
@@ -170,11 +173,11 @@ def _row(compared: Comparison) -> Row:
 
 def _order_row(compared: list[Comparison]) -> Row:
     """Judge the order of those pairs of policies whose measured times differ enough."""
-    pairs = [
-        tuple(sorted(pair, key=lambda row: row.seconds)) for pair in itertools.combinations(compared, 2)
-    ]
+    pairs = [tuple(sorted(pair, key=lambda row: row.seconds)) for pair in itertools.combinations(compared, 2)]
     different = [(fast, slow) for fast, slow in pairs if slow.seconds > fast.seconds * (1 + THRESHOLDS.plan_order)]
-    wrong = [f"{slow.policy} before {fast.policy}" for fast, slow in different if slow.planned_seconds < fast.planned_seconds]
+    wrong = [
+        f"{slow.policy} before {fast.policy}" for fast, slow in different if slow.planned_seconds < fast.planned_seconds
+    ]
     if not different:
         verdict, said = Verdict.INCONCLUSIVE, "no two steps differ enough to be ordered"
     elif wrong:

@@ -79,7 +79,7 @@ def _ddp(policy: str, device: torch.device) -> tuple[str, str]:
 def _fsdp2(policy: str, device: torch.device) -> tuple[str, str]:
     plain, again = (_sharded_gradients(None, device) for _ in range(2))
     found = _sharded_gradients(policy, device)
-    noise = {name: 0.0 for name in plain}
+    noise = dict.fromkeys(plain, 0.0)
     comparison = compare(plain, found, noise)
     own = compare(plain, again, noise)
     if comparison.suspects:

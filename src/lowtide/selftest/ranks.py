@@ -24,9 +24,7 @@ def run(bench: Bench) -> StageResult:
         return StageResult(name="ranks", why="this is one process: `--ranks 2` tests DDP and FSDP2")
     bench.show(f"{bench.ranks} ranks")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(bench.ranks)]
-    found = json.loads(
-        output_of([*launch, "-m", "lowtide.selftest.rank", bench.device.type], timeout=_TIMEOUT)
-    )
+    found = json.loads(output_of([*launch, "-m", "lowtide.selftest.rank", bench.device.type], timeout=_TIMEOUT))
     return StageResult(name="ranks", rows=[_row(row) for row in found])
 
 

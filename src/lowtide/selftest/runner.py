@@ -1,9 +1,9 @@
-"""Runs the stages one after the other, and keeps what is finished: an interrupted self-test goes on where it stopped."""
+"""Runs the stages one after the other, and keeps those that are finished, so that a self-test can be resumed."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import datetime as dt
 import gc
 import importlib.util
 import time
@@ -62,7 +62,7 @@ def run(
     with open_bench(device, quick=quick, ranks=ranks, show=tell) as bench:
         record = Record(quick=quick, date=_today(), environment=describe(bench), stages=[])
         done = {} if earlier is None else _stages_of(earlier, record)
-        for now, stage in STAGES.items():  # noqa: B007  (tell reads it)
+        for now, stage in STAGES.items():
             result = done[now] if now in done else _run_stage(now, stage, bench)
             record = dataclasses.replace(record, stages=[*record.stages, result], date=_today())
             keep(record)
@@ -76,7 +76,9 @@ def _check_ranks(device: str | None, ranks: int) -> None:
     if ranks > 1 and kind == "mps":
         raise InvalidValueError("torch has no collectives for mps: leave --ranks out")
     if kind not in ("cpu", "sim") and ranks > torch.accelerator.device_count():
-        raise InvalidValueError(f"{ranks} ranks need {ranks} devices, and this machine has {torch.accelerator.device_count()}")
+        raise InvalidValueError(
+            f"{ranks} ranks need {ranks} devices, and this machine has {torch.accelerator.device_count()}"
+        )
 
 
 def _stages_of(earlier: Record, now: Record) -> dict[str, StageResult]:
@@ -110,4 +112,4 @@ def _not_run(name: str, verdict: Verdict, why: str, error: Exception) -> StageRe
 
 
 def _today() -> str:
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
+    return dt.datetime.now(dt.UTC).date().isoformat()

@@ -81,7 +81,9 @@ def _judge(
     return Row(
         name=name,
         verdict=Verdict.FAIL if wrong or broken else Verdict.PASS,
-        summary=said if wrong or broken else f"bit-identical in {bench.work.stresses} steps"
+        summary=said
+        if wrong or broken
+        else f"bit-identical in {bench.work.stresses} steps"
         if identical
         else "equal within what the plain model differs from run to run",
         figures={"steps": bench.work.stresses, "wrong": wrong, "largest_error": largest, "broken_rules": broken[:3]},
@@ -128,7 +130,7 @@ class _Sleeper:
                 handle.remove()
             torch.accelerator.synchronize(self._device)
 
-    def _sleep(self, *_: Any) -> None:
+    def _sleep(self, *_arguments: Any) -> None:
         streams = self._store.copy_streams.on(self._device)
         stream = self._chance.choice([*streams, torch.accelerator.current_stream(self._device)])
         with stream:
@@ -147,9 +149,7 @@ class _Sleeper:
 
 def _with_holes(bench: Bench, model: nn.Module, batch: Batch, seed: int) -> list[Gradients]:
     chance = random.Random(seed)  # noqa: S311
-    blocks = [
-        torch.empty(chance.randrange(512, 2**18), dtype=torch.uint8, device=bench.device) for _ in range(_HOLES)
-    ]
+    blocks = [torch.empty(chance.randrange(512, 2**18), dtype=torch.uint8, device=bench.device) for _ in range(_HOLES)]
     del blocks[::2]
     with lowtide.apply(model, bench.offload(POLICY)):
         found = [_gradients(model, batch)]
