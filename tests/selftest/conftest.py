@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lowtide.selftest import bench as benches
-from lowtide.selftest import plans, right
+from lowtide.selftest import frees, overlaps, plans, right
 from lowtide.simulation.simulator import Simulator
 
 if TYPE_CHECKING:
@@ -37,12 +37,15 @@ CASES = [
     right.Case("llama", right.POLICIES[1], "fp32"),
     right.Case("llama", right.POLICIES[3], "fp32"),
 ]
+POLICIES = ("none", "recompute", "recompute+offload")
 
 
 @pytest.fixture
 def small_bench(sim: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(plans, "SimulatorProcess", SimulatorHere)
     monkeypatch.setattr(right, "cases", lambda quick: CASES)
+    for stage in (frees, overlaps, plans):
+        monkeypatch.setattr(stage, "POLICIES", POLICIES)
     with benches.open_bench(sim, quick=True) as bench:
-        work = dataclasses.replace(bench.work, hidden=64, layers=3, tokens=256, vocabulary=128, stresses=1)
+        work = dataclasses.replace(bench.work, hidden=64, heads=2, layers=3, tokens=256, vocabulary=128, stresses=1)
         yield dataclasses.replace(bench, work=work)

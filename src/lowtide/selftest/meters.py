@@ -7,7 +7,6 @@ none, but it reports every allocation to torch's profiler, from which the same f
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,6 @@ class StepMemory:
 
 def step_memory(bench: Bench, forward: Callable[[], torch.Tensor], finish: Callable[[], None]) -> StepMemory:
     """Run a step and count its bytes: `forward` returns the loss, and `finish` ends the step after its backward."""
-    gc.collect()
     if bench.device.type == "cpu":
         return _step_memory_on_cpu(bench.folder, forward, finish)
     _settle(bench.device)

@@ -72,6 +72,7 @@ def twins(bench: Bench, policies: Iterable[str]) -> Iterator[dict[str, Twin]]:
             applied = None if policy == PLAIN else stack.enter_context(lowtide.apply(twin, bench.offload(policy)))
             made[policy] = Twin(policy, twin, batch, optimizer, applied)
             made[policy].step()
+        gc.collect()  # what is left in cycles must not vanish in the middle of a measurement
         yield made
     del model, batch, optimizer, shared, made
     gc.collect()
