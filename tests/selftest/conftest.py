@@ -43,7 +43,7 @@ POLICIES = ("none", "recompute", "recompute+offload")
 @pytest.fixture
 def small_bench(sim: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(plans, "SimulatorProcess", SimulatorHere)
-    monkeypatch.setattr(right, "cases", lambda quick: CASES)
+    monkeypatch.setattr(right, "cases", lambda **_: CASES)
     for stage in (frees, overlaps, plans):
         monkeypatch.setattr(stage, "POLICIES", POLICIES)
     with benches.open_bench(sim, quick=True) as bench:

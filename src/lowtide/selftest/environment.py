@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 
 from lowtide._version import __version__
 from lowtide.compat import installed_version
+from lowtide.machine import Machine
 
 if TYPE_CHECKING:
     from lowtide.selftest.bench import Bench
@@ -25,15 +25,16 @@ _LIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 def describe(bench: Bench) -> dict[str, Any]:
     """Return what a reader of the record must know about the machine."""
+    machine = Machine()
     return {
         "lowtide": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "wsl": "microsoft" in platform.release().lower(),
+        "wsl": machine.is_wsl,
         "packages": {name: str(version) for name in PACKAGES if (version := installed_version(name)) is not None},
         "runtime": {"cuda": torch.version.cuda, "hip": torch.version.hip},
         "device": _device(bench),
-        "driver": driver_version(),
+        "driver": machine.nvidia_driver,
         "allocator": {name: os.environ[name] for name in (*_ALLOCATOR, *_LIBC) if name in os.environ},
         "cpu": cpu_name(),
         "host_memory": psutil.virtual_memory().total,
@@ -62,16 +63,6 @@ def _memory() -> int | None:
         return int(torch.accelerator.get_memory_info()[1])
     except (RuntimeError, NotImplementedError):  # a backend that does not tell
         return None
-
-
-def driver_version(root: Path = Path("/")) -> str | None:
-    """Return the version of NVIDIA's kernel driver; None where there is none."""
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text)
-    return found[1] if found else None
 
 
 def cpu_name() -> str:

@@ -18,8 +18,8 @@ class Thresholds:
     """The share of the time of offload's copies that must be hidden behind kernels, where they take less time than the
     kernels do. Copies on the compute stream hide none; the first and the last cannot be hidden entirely."""
     link: float = 0.5
-    """The share of the data sheet's link that copies from and to pinned memory must reach. A card with half of its
-    lanes, or of an older generation of PCIe, reaches at most half of it."""
+    """The share of the data sheet's link that copies from and to pinned memory must reach. A card whose link is half as
+    wide as it should be, or of an older generation of PCIe, reaches at most half of it."""
     plan_peak: float = 0.05
     """How far a planned peak may be from the measured one, relative to it."""
     plan_order: float = 0.15
