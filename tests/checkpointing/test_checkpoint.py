@@ -20,6 +20,7 @@ from lowtide.checkpointing import Schedule
 from lowtide.errors import InvalidValueError, OffloadError
 from lowtide.stores import HostStore
 from models.chains import BOUNDARY, TOKENS, WIDTH, Counted
+from support.devices import DEVICE
 
 LAYERS = 4
 
@@ -110,7 +111,7 @@ def assert_same(ours, expected):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
 def test_recompute_is_bit_identical(sim, device, form):
     assert_same(step(device, form, lowtide.checkpoint), step(device, form, plain))
 
@@ -130,9 +131,9 @@ def test_offload_is_bit_identical_and_really_moves_the_inputs(sim, form):
 
 @pytest.mark.parametrize("offload", [None, "host"])
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"frozen": True}], ids=["autocast", "frozen-input"])
-def test_autocast_and_inputs_without_gradient(sim, offload, options):
+def test_autocast_and_inputs_without_gradient(device, offload, options):
     run = functools.partial(lowtide.checkpoint, offload=Schedule(HostStore()) if offload else None)
-    assert_same(step(sim, keyword, run, **options), step(sim, keyword, plain, **options))
+    assert_same(step(device, keyword, run, **options), step(device, keyword, plain, **options))
 
 
 def test_use_reentrant_is_answered_with_one_graph():

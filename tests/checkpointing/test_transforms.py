@@ -75,21 +75,21 @@ def test_a_gradient_is_refused_by_name(sim, policy, transform):
 
 
 @pytest.mark.parametrize("run", [lowtide.checkpoint, lambda f, x: lowtide.checkpoint(f, x, offload="host")])
-def test_a_checkpoint_is_refused_by_name(sim, run):
+def test_a_checkpoint_is_refused_by_name(device, run):
     def squares(x):
         return x.square().sum()
 
     with pytest.raises(TransformError, match="squares' cannot be recomputed or offloaded here"):
-        torch.func.grad(lambda x: run(squares, x))(batch(sim))
+        torch.func.grad(lambda x: run(squares, x))(batch(device))
 
 
-def test_an_offload_context_is_refused(sim):
+def test_an_offload_context_is_refused(device):
     def loss(x):
         with lowtide.offload():
             return x.square().sum()
 
     with pytest.raises(TransformError, match="hooks are forbidden"):
-        torch.func.grad(loss)(batch(sim))
+        torch.func.grad(loss)(batch(device))
 
 
 def test_hooks_that_somebody_forbids_are_named_as_the_reason():

@@ -39,6 +39,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "cpu": cpu_name(),
         "host_memory": psutil.virtual_memory().total,
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
 

@@ -6,8 +6,10 @@ none, but it reports every allocation to torch's profiler, from which the same f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +17,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from lowtide.selftest.bench import Bench
 
 _AFTER_FORWARD = "lowtide: after forward"
+_LOG_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "99"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,18 +61,40 @@ def _settle(device: torch.device) -> None:
 
 
 def _step_memory_on_cpu(folder: Path, forward: Callable[[], torch.Tensor], finish: Callable[[], None]) -> StepMemory:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    def step() -> None:
         loss = forward()
         with record_function(_AFTER_FORWARD):
             pass
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         finish()
-    path = folder / "memory.json"
+
+    return read_memory_events(profiled(folder, [ProfilerActivity.CPU], step, with_memory=True))
+
+
+def profiled(
+    folder: Path, activities: list[ProfilerActivity], run: Callable[[], Any], *, with_memory: bool = False
+) -> list[dict[str, Any]]:
+    """Run something under torch's profiler, and return the events of its trace."""
+    with _quiet_profiler(), profile(activities=activities, profile_memory=with_memory) as profiler:
+        run()
+    path = folder / "profile.json"
     profiler.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     path.unlink()
-    return read_memory_events(events)
+    return events
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keep the profiler's library from writing about itself to stderr: it reads its level when it is first used."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = before or _NOTHING
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOG_LEVEL]
 
 
 def read_memory_events(events: list[dict[str, Any]]) -> StepMemory:

@@ -8,18 +8,17 @@ torch's profiler also shows it, and on which streams the copies ran.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from lowtide.auditing.report import Verdict
 from lowtide.hardware import calibration
-from lowtide.selftest.meters import seconds_of
+from lowtide.selftest.meters import profiled, seconds_of
 from lowtide.selftest.record import Row, StageResult
 from lowtide.selftest.steps import PLAIN, twins
 from lowtide.selftest.thresholds import THRESHOLDS
@@ -189,13 +188,12 @@ def _disk_row(bench: Bench) -> Row:
 
 def _trace(bench: Bench, twin: Twin) -> list[Row]:
     bench.show("a trace of recompute+offload")
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+
+    def step() -> None:
         twin.step()
         torch.accelerator.synchronize(bench.device)
-    path = bench.folder / "trace.json"
-    profiler.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    path.unlink()
+
+    events = profiled(bench.folder, [ProfilerActivity.CPU, ProfilerActivity.CUDA], step)
     return [traced_row(events)]
 
 

@@ -24,7 +24,7 @@ FORMAT = 1
 PROOF = "right"
 """The stage without which nothing else counts: if it did not pass, the self-test did not."""
 
-_PATH = re.compile(r"(?<![\w.:])(?:/[\w.@+~-]+){2,}/?|[A-Za-z]:\\[\\\w.@+~ -]+")
+_PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+){2,}/?|[A-Za-z]:\\[\\\w.@+~-]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,9 @@ _OF_A_TOWER = {
 """What tiles of a tower that is no model of transformers: its attention and its loss cannot be seen."""
 
 
+_NOT_FOR_TILES = ("dropout", "autocast")
+
+
 class Case(NamedTuple):
     """One cell of the engine matrix."""
 
@@ -72,7 +75,7 @@ _QUICK = (
     ("qwen3-vl", 0, "bf16"),
     ("mixtral", 1, "dropout"),
     ("vision", 2, "dropout"),
-    ("llama", 3, "autocast"),
+    ("llama", 3, "fp32"),
     ("qwen3-vl", 4, "lora"),
 )
 """The cells of a quick run: each family, policy and setting at least once."""
@@ -81,11 +84,13 @@ _QUICK = (
 def cases(*, quick: bool) -> list[Case]:
     """Return the matrix, or some cells of it for a quick run.
 
-    Tiles draw other numbers for dropout than the whole module does, so that there is nothing to compare them with.
+    Two settings are left out for tiles, since they have nothing to be compared with. Tiles draw other numbers for
+    dropout than the whole module does. Under autocast, float32 gradients come from sums in bf16, which tiles round
+    differently: the tolerance for float32 is too narrow, and routers choose different experts.
     """
     cells = _QUICK if quick else itertools.product(FAMILIES, range(len(POLICIES)), SETTINGS)
     made = [Case(family, _policy_for(family, POLICIES[number]), setting) for family, number, setting in cells]
-    return [case for case in made if not (case.setting == "dropout" and "tile" in case.policy)]
+    return [case for case in made if not (case.setting in _NOT_FOR_TILES and "tile" in case.policy)]
 
 
 def _policy_for(family: str, policy: str) -> str:

@@ -84,8 +84,8 @@ def _check_ranks(device: str | None, ranks: int) -> None:
 def _stages_of(earlier: Record, now: Record) -> dict[str, StageResult]:
     """Return the finished stages of an earlier record, if it was made in the same way on the same machine."""
     fields = [name for name in ("quick", "thresholds") if getattr(earlier, name) != getattr(now, name)]
-    known = {**earlier.environment, **now.environment}
-    fields += [name for name in known if earlier.environment.get(name) != now.environment.get(name)]
+    known = {**earlier.environment, **now.environment}.keys() - {"load"}
+    fields += [name for name in sorted(known) if earlier.environment.get(name) != now.environment.get(name)]
     if fields:
         raise InvalidValueError(
             f"the record to resume has a different {', '.join(fields)}: run the self-test anew, without --resume"
