@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.selftest.meters import StepMemory, read_memory_events
-from lowtide.selftest.overlaps import quartiles, traced_row
+from lowtide.selftest.overlaps import _judge_hidden, quartiles, traced_row
 
 
 def kernel(begin: float, end: float, stream: int = 7) -> dict:
@@ -47,3 +47,17 @@ def test_bytes_are_added_up_from_a_profile_of_the_cpu():
         {"name": "[memory]", "ts": 5, "args": {"Bytes": -110}},
     ]
     assert read_memory_events(events) == StepMemory(after_forward=60, peak=110, leftover=0)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "noise", "copies", "kernels", "verdict"),
+    [
+        (0.9, 0.0, 1.0, 5.0, "pass"),
+        (0.2, 0.0, 1.0, 5.0, "fail"),
+        (0.2, 0.0, 9.0, 5.0, "inconclusive"),
+        (0.2, 0.8, 1.0, 5.0, "inconclusive"),
+        (0.0, 0.0, 0.0, 5.0, "fail"),
+    ],
+)
+def test_hidden_copies_are_judged_where_they_can_be_hidden(hidden, noise, copies, kernels, verdict):
+    assert _judge_hidden(hidden, noise, copies, kernels)[0] == verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import tempfile
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from lowtide import simdevice
 from lowtide.cli import app
 from lowtide.errors import InvalidValueError
-from lowtide.selftest import StageResult, frees, ranks, read_record, run, runner
+from lowtide.selftest import StageResult, frees, peers, ranks, read_record, run, runner
 from lowtide.selftest.child import ChildError, output_of
 from lowtide.selftest.record import Row
 
@@ -155,3 +156,19 @@ def test_a_whole_quick_self_test_of_the_emulated_device(sim, tmp_path):
         "peers": "not applicable",
         "ranks": "not applicable",
     }
+
+
+@pytest.mark.slow
+def test_two_ranks_of_the_emulated_device(small_bench):
+    found = ranks.run(dataclasses.replace(small_bench, ranks=2))
+    assert [row.verdict for row in found.rows] == ["pass"] * 4, found
+
+
+@pytest.mark.slow
+def test_peers_that_patch_run_in_processes_of_their_own(small_bench):
+    rows = {row.name: row for row in peers.run(dataclasses.replace(small_bench, quick=False)).rows}
+    assert rows["transformers' flag, TRL's offload"].figures["peak_bytes"] > 0
+    recompute, flag = (
+        rows[name].figures["after_forward_bytes"] for name in ("Lowtide, recompute", "transformers' flag")
+    )
+    assert recompute == flag

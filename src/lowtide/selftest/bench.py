@@ -81,6 +81,10 @@ _LARGE = Work(
 )
 
 
+_ENOUGH = 20 * 2**30
+"""Bytes of a device on which the large model fits."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
     """One device, ready to be tested."""
@@ -100,6 +104,11 @@ class Bench:
     @property
     def is_emulated(self) -> bool:
         return self.device.type == "sim"
+
+    @property
+    def counts_peaks(self) -> bool:
+        """Whether the device's allocator, or the profiler in its place, counts the most bytes at once."""
+        return self.device.type != "mps"
 
     @property
     def has_streams(self) -> bool:
@@ -128,14 +137,13 @@ def open_bench(
                 sheet=sheet,
                 why_no_sheet=why,
                 quick=quick,
-                work=_work_for(device, quick=quick),
+                work=_work_for(device, sheet, quick=quick),
                 folder=Path(folder),
                 ranks=ranks,
                 show=show,
             )
         finally:
-            if device.type != "cpu":
-                torch.accelerator.empty_cache()
+            give_back(device)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -185,9 +193,16 @@ def emulated_sheet() -> Accelerator:
     )
 
 
-def _work_for(device: torch.device, *, quick: bool) -> Work:
+def give_back(device: torch.device) -> None:
+    """Give unused memory of the device back to the system."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _work_for(device: torch.device, sheet: Accelerator | None, *, quick: bool) -> Work:
     work = _SMALL if device.type in ("sim", "cpu") else _LARGE
-    if not quick:
+    is_small = work is _LARGE and (sheet is None or sheet.memory < _ENOUGH)
+    if not quick and not is_small:
         return work
     if work is _LARGE:
         return dataclasses.replace(work, hidden=1024, tokens=4096, rounds=5, stresses=8, disk_bytes=256 * 2**20)

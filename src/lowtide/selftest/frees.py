@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import lowtide
 from lowtide.auditing.report import Verdict
-from lowtide.selftest.meters import step_memory
+from lowtide.selftest.meters import NO_PEAKS, step_memory
 from lowtide.selftest.record import Row, StageResult
 from lowtide.selftest.steps import PLAIN, twins
 from lowtide.selftest.thresholds import THRESHOLDS
@@ -43,6 +43,8 @@ class Expected:
 
 def run(bench: Bench) -> StageResult:
     """Measure a step under each policy, and compare its bytes with what the plain model lets expect."""
+    if not bench.counts_peaks:
+        return StageResult(name="frees", why=NO_PEAKS)
     with twins(bench, POLICIES) as made:
         seen = {}
         for policy, twin in made.items():

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from lowtide.selftest.bench import Bench
 
+NO_PEAKS = "torch's allocator for this device does not count the most bytes at once"
+"""Why stages that measure peaks cannot run."""
+
 _AFTER_FORWARD = "lowtide: after forward"
 _LOG_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "99"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide.randomness import seeded
+from lowtide.randomness import seeded, seeded_like
 from lowtide.targets.job import DTYPES
 
 if TYPE_CHECKING:
@@ -180,8 +180,8 @@ def workload(work: Work, device: torch.device) -> tuple[nn.Module, Batch]:
     """Build the model whose memory and time are measured, with its batch, on the device."""
     from transformers import AutoModelForCausalLM
 
-    with seeded(0):
+    with seeded_like(0, torch.empty(0, device=device)), device:
         model = AutoModelForCausalLM.from_config(workload_config(work), dtype=DTYPES[work.dtype])  # type: ignore[no-untyped-call]
     ids = (torch.arange(work.tokens, device=device) % (work.vocabulary - 16) + 16)[None]
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    return model.to(device).train(), batch
+    return model.train(), batch

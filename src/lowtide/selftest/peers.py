@@ -18,8 +18,9 @@ import torch
 
 import lowtide
 from lowtide.compat import installed_version
+from lowtide.selftest.bench import give_back
 from lowtide.selftest.child import ChildError, output_of
-from lowtide.selftest.meters import StepMemory, seconds_of, step_memory
+from lowtide.selftest.meters import NO_PEAKS, StepMemory, seconds_of, step_memory
 from lowtide.selftest.models import workload
 from lowtide.selftest.record import Row, StageResult, without_paths
 from lowtide.selftest.steps import PLAIN, Twin
@@ -96,6 +97,8 @@ PEERS = {
 
 def run(bench: Bench) -> StageResult:
     """Measure steps of the plain model, with Lowtide, and with each peer that is installed."""
+    if not bench.counts_peaks:
+        return StageResult(name="peers", why=NO_PEAKS)
     rows, left_out = [], []
     for policy in (PLAIN, *OURS):
         bench.show(policy)
@@ -129,6 +132,7 @@ def _peer_row(bench: Bench, name: str, peer: Peer) -> Row:
     """Measure a peer. If it raises, that is what the row says: it is not this project's failure."""
     try:
         if peer.patches:
+            give_back(bench.device)
             arguments = ["-m", "lowtide.selftest.peer", name, bench.device.type]
             memory, seconds = json.loads(output_of(arguments, timeout=_TIMEOUT))
             return _row(name, StepMemory(**memory), seconds)

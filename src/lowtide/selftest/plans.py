@@ -16,7 +16,7 @@ import torch
 
 from lowtide.auditing.report import Verdict
 from lowtide.hardware.accelerators import Accelerator
-from lowtide.selftest.meters import step_memory
+from lowtide.selftest.meters import NO_PEAKS, step_memory
 from lowtide.selftest.models import workload_config
 from lowtide.selftest.overlaps import measure_rates, time_in_turns
 from lowtide.selftest.record import Row, StageResult
@@ -66,6 +66,8 @@ class Comparison:
 
 def run(bench: Bench) -> StageResult:
     """Plan six policies, run them, and compare."""
+    if not bench.counts_peaks:
+        return StageResult(name="plans", why=NO_PEAKS)
     bench.show("calibration")
     before, after = sheets(bench, measure_rates(bench))
     planned, uncalibrated = plan(bench, after, before)

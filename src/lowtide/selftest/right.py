@@ -147,7 +147,7 @@ def _row(case: Case, report: AuditReport) -> Row:
     failed = [f"{check.name}: {check.summary}" for check in report.failures]
     evidence: dict[str, Any] = {} if failed else report["gradient values"].evidence
     identical = evidence.get("identical", False)
-    if not failed and not identical and "tile" not in case.policy and not evidence.get("own_error"):
+    if not failed and not identical and "tile" not in case.policy and evidence.get("rerun_identical"):
         failed = [f"gradients differ by {evidence.get('largest_error', float('nan')):.1e}, where nothing may"]
     unproven = [check.summary for check in report.unproven]
     verdict = Verdict.FAIL if failed else Verdict.INCONCLUSIVE if unproven or not report.ok else Verdict.PASS

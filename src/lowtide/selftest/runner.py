@@ -14,7 +14,7 @@ import torch
 from lowtide.auditing.report import Verdict
 from lowtide.errors import InvalidValueError, MissingDependencyError
 from lowtide.selftest import frees, overlaps, peers, plans, ranks, right
-from lowtide.selftest.bench import find_device, open_bench
+from lowtide.selftest.bench import find_device, give_back, open_bench
 from lowtide.selftest.environment import describe
 from lowtide.selftest.record import Record, Row, StageResult, without_paths
 
@@ -103,6 +103,7 @@ def _run_stage(name: str, stage: Callable[[Bench], StageResult], bench: Bench) -
     except Exception as error:  # noqa: BLE001  (whatever the engine raises is the finding)
         result = _not_run(name, Verdict.FAIL, f"it raises {type(error).__name__}", error)
     gc.collect()
+    give_back(bench.device)
     return dataclasses.replace(result, seconds=round(time.perf_counter() - began, 1))
 
 
