@@ -38,19 +38,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_about_no_device_in_particular(fixtures: list[str]) -> bool:
-    return "device" in fixtures and "sim" not in fixtures
+    return "fresh_device" in fixtures and "sim" not in fixtures
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
+def fresh_device(request: pytest.FixtureRequest) -> str:
     """The device of tests that are about no device in particular: `sim`, or another one by `make test DEVICE=cuda`.
 
-    On `sim`, the test may break no rule of streams and memory.
+    On `sim`, the test may break no rule of streams and memory. A test with a parameter `device` takes this one.
     """
     if IS_EMULATED:
         return request.getfixturevalue("sim")
     torch.manual_seed(0)
     return DEVICE
+
+
+@pytest.fixture
+def device(fresh_device: str) -> str:
+    """The same by its usual name."""
+    return fresh_device
 
 
 @pytest.fixture

@@ -225,19 +225,19 @@ class TestGuard:
                 x = layer(TestGuard.Opaque(x))
             return x
 
-    def test_inputs_that_no_store_sees_are_an_error_that_names_the_region(self, sim):
-        model = self.Hidden().to(sim).train()
+    def test_inputs_that_no_store_sees_are_an_error_that_names_the_region(self, device):
+        model = self.Hidden().to(device).train()
         lowtide.apply(model, "recompute+offload")
         with pytest.raises(SilentNoOpError, match=r"region 'layers\.0'.*expected its saved tensors to be offloaded"):
             model(batch()).sum().backward()
 
-    def test_not_strict_is_a_warning(self, sim):
-        model = self.Hidden().to(sim).train()
+    def test_not_strict_is_a_warning(self, device):
+        model = self.Hidden().to(device).train()
         lowtide.apply(model, "recompute+offload", strict=False)
         with pytest.warns(UserWarning, match="expected its saved tensors"):
             model(batch()).sum().backward()
 
-    def test_a_region_that_is_not_recomputed_is_an_error(self, sim, monkeypatch):
+    def test_a_region_that_is_not_recomputed_is_an_error(self, device, monkeypatch):
         """An engine that turned into a no-op: the region's forward runs, but nothing is run again."""
         from lowtide.applying import region_runtime
 
@@ -249,7 +249,7 @@ class TestGuard:
         with pytest.raises(SilentNoOpError, match="expected a recompute in backward"):
             train_step(model)
 
-    def test_a_region_without_a_gradient_is_no_alarm(self, sim):
+    def test_a_region_without_a_gradient_is_no_alarm(self, device):
         model = build()
         lowtide.apply(model, "recompute")
         x = model.embed(batch())
@@ -269,14 +269,14 @@ class TestWrongUse:
         with pytest.raises(NoRegionError):
             lowtide.apply(nn.Linear(3, 3), "recompute")
 
-    def test_a_bad_policy_leaves_the_model_alone(self, sim):
+    def test_a_bad_policy_leaves_the_model_alone(self, device):
         model = build()
         before = instance_state(model)
         with pytest.raises(InvalidValueError):
             lowtide.apply(model, "recompute+ofload")
         assert instance_state(model) == before
 
-    def test_host_offload_of_a_cpu_model_is_refused(self, sim):
+    def test_host_offload_of_a_cpu_model_is_refused(self, device):
         model = build("cpu")
         lowtide.apply(model, "recompute+offload")
         with pytest.raises(OffloadError, match="disk tier"):

@@ -112,7 +112,7 @@ def assert_same(ours, expected):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_recompute_is_bit_identical(sim, device, form):
+def test_recompute_is_bit_identical(fresh_device, device, form):
     assert_same(step(device, form, lowtide.checkpoint), step(device, form, plain))
 
 
@@ -148,7 +148,7 @@ def test_use_reentrant_is_answered_with_one_graph():
 
 
 class TestWrongUse:
-    def test_host_offload_on_the_cpu_is_refused_and_names_the_disk(self, sim):
+    def test_host_offload_on_the_cpu_is_refused_and_names_the_disk(self, device):
         x = torch.randn(TOKENS, WIDTH, requires_grad=True)
         with pytest.raises(OffloadError, match="disk tier"):
             lowtide.checkpoint(torch.tanh, x, offload="host")
@@ -243,7 +243,7 @@ class TestTorchsKeywords:
         assert inspect.signature(lowtide.checkpoint).parameters.keys() >= CHECKPOINT_KEYWORDS
 
     @pytest.mark.parametrize("offload", [False, True])
-    def test_a_torch_whose_generator_takes_tuples(self, sim, monkeypatch, offload):
+    def test_a_torch_whose_generator_takes_tuples(self, device, monkeypatch, offload):
         """The signature of torch's main branch: `fn, args, kwargs, *, ...`."""
         genuine, calls = _torch._generator, []
 
@@ -258,11 +258,11 @@ class TestTorchsKeywords:
         def run():
             return functools.partial(lowtide.checkpoint, offload=Schedule(HostStore()) if offload else None)
 
-        expected = step(sim, keyword, run())
+        expected = step(device, keyword, run())
         monkeypatch.setattr(_torch, "_generator", generator)
         monkeypatch.setattr(_torch, "_TAKES_TUPLES", True)
         monkeypatch.setattr(_torch, "_HAS_PLAIN_FRAMES", False)
-        assert_same(step(sim, keyword, run()), expected)
+        assert_same(step(device, keyword, run()), expected)
         assert len(calls) == LAYERS
 
 

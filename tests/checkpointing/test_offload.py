@@ -63,7 +63,7 @@ class Chooses(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["offload", "recompute+offload"])
-def test_a_table_in_host_memory_stays_there(sim, policy):
+def test_a_table_in_host_memory_stays_there(device, policy):
     net = nn.Sequential(*(Chooses() for _ in range(4))).to(DEVICE)
     expected = train(net)
     with lowtide.apply(net, policy) as applied:

@@ -72,7 +72,7 @@ def test_views_of_parameters_stay(engine):
     assert simdevice.stats().d2h_bytes == BOUNDARY
 
 
-def test_a_full_store_keeps_tensors_on_the_device(sim):
+def test_a_full_store_keeps_tensors_on_the_device(device):
     schedule = Schedule(HostStore(limit=2 * BOUNDARY))
     layers, x = counted_layers(6), leaf()
     expected = reference_grad(layers, x)

@@ -17,7 +17,7 @@ from support.devices import DEVICE
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_pitfall_8_the_random_state_is_preserved_unless_told_otherwise(sim, device):
+def test_pitfall_8_the_random_state_is_preserved_unless_told_otherwise(fresh_device, device):
     """OLMo-core#828, accelerate 1.15: with another dropout mask in recompute, gradients are silently wrong."""
     x = torch.ones(64, 64).to(device).requires_grad_()
     schedule = Schedule(HostStore()) if device == DEVICE else None

@@ -184,7 +184,7 @@ def test_two_models_with_two_policies(sim, tmp_path, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shared", ["store", "schedule"])
-def test_threads_share_a_store(sim, tmp_path, device, shared):
+def test_threads_share_a_store(fresh_device, tmp_path, device, shared):
     disk = lowtide.DiskStore(tmp_path, tmpfs=True, block=4096, verify=True)
     schedule, errors = lowtide.Schedule(disk), []
 

@@ -194,7 +194,7 @@ def test_the_peak_is_a_twentieth_of_the_whole_logits(sim, dtype, count, tokens):
     assert simdevice.stats().peak_bytes - base <= 4 * count * count / 20
 
 
-def test_on_the_device(sim):
+def test_on_the_device(device):
     hidden, weight, bias, labels = problem(dtype=torch.float32, device=DEVICE)
     inputs = [hidden, weight, bias]
     ours = lowtide.linear_cross_entropy(hidden, weight, labels.cpu(), bias=bias, tokens=7)

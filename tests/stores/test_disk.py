@@ -50,7 +50,7 @@ def away(stored):
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.parametrize("count", [1024, BLOCK // 4, 10_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_what_was_put_comes_back(sim, tmp_path, device, count, dtype):
+def test_what_was_put_comes_back(fresh_device, tmp_path, device, count, dtype):
     disk, raw = store(tmp_path, verify=True), random(device, count, dtype)
     expected = raw.cpu().clone()
     stored = away(disk.put(raw))
@@ -63,7 +63,7 @@ def test_what_was_put_comes_back(sim, tmp_path, device, count, dtype):
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_the_memory_is_given_back_when_it_is_written_and_no_sooner(sim, tmp_path, device, faulty):
+def test_the_memory_is_given_back_when_it_is_written_and_no_sooner(fresh_device, tmp_path, device, faulty):
     disk, raw = store(tmp_path), random(device)
     gone = weakref.ref(raw.untyped_storage())
     stored = disk.put(raw)
@@ -179,7 +179,7 @@ def test_ranks_share_what_is_free(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.parametrize("place", [0, 20_000, 39_999])
-def test_a_flipped_byte_is_an_error_and_no_gradient(sim, tmp_path, device, place):
+def test_a_flipped_byte_is_an_error_and_no_gradient(fresh_device, tmp_path, device, place):
     disk = store(tmp_path, verify=True)
     stored = away(disk.put(random(device)))
     handle = os.dup(disk.resources.file._handle)
@@ -260,7 +260,7 @@ class TestUnderAPolicy:
 
     @pytest.mark.parametrize("device", ["cpu", DEVICE])
     @pytest.mark.parametrize("policy", ["recompute+offload", "offload"])
-    def test_gradients_are_bit_identical_and_bytes_are_counted(self, sim, tmp_path, device, policy):
+    def test_gradients_are_bit_identical_and_bytes_are_counted(self, fresh_device, tmp_path, device, policy):
         model = self.model(device)
         expected = self.step(model)
         with lowtide.apply(model, f"{policy}(disk={tmp_path}, tmpfs, verify)") as applied:

@@ -150,7 +150,7 @@ def test_the_same_memory_is_given_while_it_is_in_use_and_fetched_again_afterward
     assert simdevice.stats().h2d_bytes == 2 * NBYTES
 
 
-def test_what_is_full_takes_nothing_and_has_room_again_later(sim):
+def test_what_is_full_takes_nothing_and_has_room_again_later(device):
     store = HostStore(limit=2 * NBYTES)
     held = [put_away(store, random()) for _ in range(2)]
     raw = random()
@@ -166,7 +166,7 @@ def test_what_is_full_takes_nothing_and_has_room_again_later(sim):
     assert refused.is_away
 
 
-def test_a_limit_may_be_text_and_is_kept(sim):
+def test_a_limit_may_be_text_and_is_kept(device):
     store = HostStore(limit="128KiB")
     held = [store.put(random()) for _ in range(5)]
     assert [stored.start() for stored in held] == [True, True, False, False, False]

@@ -109,7 +109,7 @@ def test_a_view_that_is_not_contiguous():
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_dropout_is_the_same_in_recompute(sim, device, around):
+def test_dropout_is_the_same_in_recompute(fresh_device, device, around):
     """Against the tiles run one by one, which draw the same numbers."""
     mlp, x = build(Dropping).to(device), batch(37).detach().to(device).requires_grad_()
     sizes = [10, 9, 9, 9]
