@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv by itself, once.
 #   make demo    the whole story in three minutes, no GPU needed
-#   make test    the tests
+#   make test    the tests; with DEVICE=cuda those of no device in particular, on that device
+#   make selftest DEVICE=sim ARGS=--quick   proof on a device; without DEVICE on this machine's accelerator (RANKS=2 for
+#                DDP and FSDP2), in lowtide-selftest.json and .html
 #   make test-all   the slow ones, too
 #   make fuzz MINUTES=10   random training programs under every policy, new ones for so long
 #   make lint    ruff, mypy --strict, import-linter
@@ -17,6 +19,7 @@
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about half an hour)
 #   make plans-measured   plans beside memory that others measured on GPUs (ten minutes; ARGS="4 11" for some of them)
+#   make hardware    the page of devices, from docs/hardware
 #   make docs    the documentation site, in site/
 #   make dist    wheel and source distribution, in dist/
 #   make dist-check   installs the wheel in a clean environment and uses it there
@@ -34,13 +37,18 @@ COUNT ?= 10
 PARALLEL ?= -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: zoo plans plans-measured demo test test-all fuzz test-peers test-compat test-torch test-foreign test-vision mutants lint bench docs dist dist-check changelog hooks clean
+.PHONY: zoo plans plans-measured hardware demo test selftest test-all fuzz test-peers test-compat test-torch test-foreign test-vision mutants lint bench docs dist dist-check changelog hooks clean
 
 demo: .venv/.demo
 	$(BIN)/lowtide demo
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	$(if $(DEVICE),LOWTIDE_TEST_DEVICE=$(DEVICE)) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+RANKS ?= 1
+
+selftest: .venv/.dev
+	$(BIN)/lowtide selftest $(if $(DEVICE),--device $(DEVICE)) --ranks $(RANKS) --html lowtide-selftest.html $(ARGS)
 
 test-all: .venv/.dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
@@ -97,6 +105,9 @@ plans: .venv/.dev
 
 plans-measured: .venv/.dev
 	$(BIN)/python -m bench.measured.compare $(ARGS)
+
+hardware: .venv/.dev
+	$(BIN)/python bench/hardware_page.py
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

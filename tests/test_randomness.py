@@ -28,16 +28,16 @@ class TestRandomState:
         torch.rand(1)
         assert before != RandomState()
 
-    def test_a_draw_on_the_device_counts_as_well(self, sim):
-        tensor = torch.zeros(1, device=sim)
+    def test_a_draw_on_the_device_counts_as_well(self, device):
+        tensor = torch.zeros(1, device=device)
         before = RandomState(tensor)
         assert before == RandomState(tensor)
-        torch.rand(1, device=sim)
+        torch.rand(1, device=device)
         assert before != RandomState(tensor)
         assert before._cpu.equal(RandomState(tensor)._cpu), "nothing was drawn on the CPU"
 
-    def test_states_of_different_devices_are_not_equal(self, sim):
-        assert RandomState() != RandomState(torch.zeros(1, device=sim))
+    def test_states_of_different_devices_are_not_equal(self, device):
+        assert RandomState() != RandomState(torch.zeros(1, device=device))
 
     def test_nothing_else_is_equal(self):
         assert RandomState() != "a state"
@@ -57,11 +57,11 @@ class TestRandomState:
         with state.restored():
             assert [drawn_on(device) for _ in range(3)] == [first, second, third], "two more draws did not count"
 
-    def test_the_device_is_found_behind_tensors_of_the_cpu(self, sim):
-        state = RandomState(torch.zeros(1), torch.zeros(1, device="meta"), torch.zeros(1, device=sim))
-        first = drawn_on(sim)
+    def test_the_device_is_found_behind_tensors_of_the_cpu(self, device):
+        state = RandomState(torch.zeros(1), torch.zeros(1, device="meta"), torch.zeros(1, device=device))
+        first = drawn_on(device)
         with state.restored():
-            assert drawn_on(sim) == first
+            assert drawn_on(device) == first
 
     def test_a_meta_tensor_has_no_generator(self):
         with RandomState(torch.zeros(1, device="meta")).restored():
@@ -78,10 +78,10 @@ class TestSeeds:
         assert seen[0] == seen[1]
         assert not set(seen[0]) & set(seen[2])
 
-    def test_a_device_that_is_not_named_is_left_alone(self, sim):
-        before = RandomState(torch.zeros(1, device=sim))
+    def test_a_device_that_is_not_named_is_left_alone(self, device):
+        before = RandomState(torch.zeros(1, device=device))
         set_seed(3, [])
-        assert before._states[0].equal(RandomState(torch.zeros(1, device=sim))._states[0])
+        assert before._states[0].equal(RandomState(torch.zeros(1, device=device))._states[0])
 
     def test_a_seeded_part_leaves_no_trace(self):
         set_seed(5, [])

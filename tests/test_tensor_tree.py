@@ -145,6 +145,6 @@ class TestCopies:
         tensors, tree = flatten([state, torch.zeros(2)])
         assert tree.take_copies(tensors, [state.detach()]) == [state], "as it does with a buffer"
 
-    def test_a_tensor_on_a_device_is_left_alone(self, sim):
-        tensors, tree = flatten([torch.zeros(2, device=sim)])
+    def test_a_tensor_on_a_device_is_left_alone(self, device):
+        tensors, tree = flatten([torch.zeros(2, device=device)])
         assert tree.take_copies(tensors) == tensors

@@ -27,6 +27,7 @@ from packaging.version import Version
 
 from lowtide import compat, simdevice
 from lowtide._version import __version__
+from lowtide.machine import Machine, accelerator_addresses, allocator_settings
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -122,7 +123,17 @@ def _accelerator() -> list[Fact]:
     facts = [Fact("accelerator", "device", f"{torch.accelerator.device_count()} x {device.type}", _device_name(device))]
     free, total = torch.accelerator.get_memory_info()
     facts.append(Fact("accelerator", "memory", format_bytes(total), f"{format_bytes(free)} free"))
-    return facts
+    return [*facts, *_links(Machine())]
+
+
+def _links(machine: Machine) -> Iterator[Fact]:
+    if machine.nvidia_driver is not None:
+        yield Fact("accelerator", "driver", machine.nvidia_driver)
+    for address in accelerator_addresses():
+        found = machine.pci_device(address)
+        if found.width is not None:
+            node = "" if found.numa_node is None else f"NUMA node {found.numa_node}"
+            yield Fact("accelerator", f"PCIe {address}", found.link, node)
 
 
 def _device_name(device: torch.device) -> str:
@@ -170,7 +181,13 @@ def _emulated_device() -> list[Fact]:
 
 def find_hazards() -> list[Hazard]:
     """Return all hazards that are set here, the worst first."""
-    found = [*_old_versions(), *_replaced_checkpoint(), *_machine_limits(), *_faulty_packages()]
+    found = [
+        *_old_versions(),
+        *_replaced_checkpoint(),
+        *_machine_limits(),
+        *gpu_machine_hazards(Machine()),
+        *_faulty_packages(),
+    ]
     return sorted(found, key=lambda hazard: list(Severity).index(hazard.severity))
 
 
@@ -255,6 +272,122 @@ def _keeps_freed_memory() -> bool:
     if torch.accelerator.is_available() or platform.libc_ver()[0] != "glibc":
         return False
     return "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", "")
+
+
+_GIB = 2**30
+_LITTLE_LOCKED = 2**26
+"""Bytes of locked memory below which network cards cannot register the buffers of a collective."""
+
+_OLDEST_DRIVERS = {11: Version("450"), 12: Version("525"), 13: Version("580")}
+"""The oldest branch of NVIDIA's driver that runs programs made with a CUDA of this major version (NVIDIA's table of
+minor version compatibility)."""
+
+_WSL_SEGMENTS = Version("615")
+"""The branch of the driver that maps expandable segments on all cards in WSL2 (pytorch/pytorch#192330)."""
+
+
+def gpu_machine_hazards(machine: Machine) -> Iterator[Hazard]:
+    """Yield what makes offload slow or impossible on a machine with a GPU; nothing on a machine without one."""
+    addresses = accelerator_addresses()
+    if not addresses:
+        return
+    yield from _limits_of_host_memory(machine, ranks=len(addresses))
+    yield from _drivers(machine)
+    for address in addresses:
+        yield from _slow_link(machine, address)
+        yield from _far_node(machine, address)
+
+
+def _limits_of_host_memory(machine: Machine, *, ranks: int) -> Iterator[Hazard]:
+    limit = machine.memory_limit
+    if limit is not None:
+        yield Hazard(
+            Severity.WARNING,
+            f"this container may use {format_bytes(limit)} of memory",
+            "Pinned memory counts towards the limit, and the system kills the process that exceeds it: there is no "
+            "error to see.",
+            "start the container with more memory, or cap the host tier: "
+            f"offload(host={max(1, limit // 2 // _GIB)}GiB)",
+        )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if ranks > 1 and 0 <= locked < _LITTLE_LOCKED:
+        yield Hazard(
+            Severity.NOTE,
+            f"a process may lock {format_bytes(locked)} of memory",
+            "CUDA pins memory all the same, but network cards (InfiniBand, RoCE) cannot register buffers for NCCL.",
+            "ulimit -l unlimited, or docker run --ulimit memlock=-1, if ranks are on several machines",
+        )
+    if machine.huge_pages == "never":
+        yield Hazard(
+            Severity.NOTE,
+            "transparent huge pages are off",
+            "Gigabytes of host memory are pinned page by page, in pages of 4 KiB: the first steps with offload are "
+            "slower.",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+
+
+def _drivers(machine: Machine) -> Iterator[Hazard]:
+    name, cuda = machine.nvidia_driver, torch.version.cuda
+    driver = None if name is None else Version(name)
+    oldest = _OLDEST_DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
+    if driver is not None and oldest is not None and driver < oldest:
+        yield Hazard(
+            Severity.ERROR,
+            f"the driver {name} is too old for CUDA {cuda}",
+            f"This torch is built with CUDA {cuda}, whose programs need driver {oldest} or later.",
+            f"install driver {oldest} or later, or a torch that is built with an older CUDA",
+        )
+    expandable = allocator_settings().get("expandable_segments", "").lower() == "true"
+    if expandable and machine.is_wsl and driver is not None and driver < _WSL_SEGMENTS:
+        yield Hazard(
+            Severity.WARNING,
+            f"expandable_segments fails in WSL2 with driver {name}",
+            "On some cards the driver refuses to map the allocator's segments, and torch raises an error that looks "
+            "like a lack of memory (pytorch/pytorch#192330).",
+            f"install driver {_WSL_SEGMENTS} or later, or leave expandable_segments out of PYTORCH_ALLOC_CONF",
+        )
+    if not expandable and not machine.is_wsl:
+        yield Hazard(
+            Severity.NOTE,
+            "the allocator's segments cannot grow",
+            "With long or changing sequences, free memory lies in pieces that are too small, and a step runs out of "
+            "memory that a plan says is there.",
+            "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+        )
+
+
+def _slow_link(machine: Machine, address: str) -> Iterator[Hazard]:
+    found = machine.pci_device(address)
+    if found.width is None or found.most_width is None or found.width >= found.most_width:
+        return  # the speed says nothing: an idle device lowers it
+    yield Hazard(
+        Severity.WARNING,
+        f"the accelerator at {address} is linked by PCIe x{found.width} of x{found.most_width}",
+        "Copies to and from the host are slower in proportion, and offload may no longer hide behind compute.",
+        f"put the card into a slot that is wired as x{found.most_width}, or look for a riser in between; plan with "
+        "`lowtide calibrate`'s file, which has the real rate",
+    )
+
+
+def _far_node(machine: Machine, address: str) -> Iterator[Hazard]:
+    found = machine.pci_device(address)
+    mine = _affinity()
+    if found.numa_node is None or not found.local_cpus or mine <= found.local_cpus:
+        return
+    away = mine.isdisjoint(found.local_cpus)
+    yield Hazard(
+        Severity.WARNING if away else Severity.NOTE,
+        f"this process {'runs' if away else 'may run'} on another NUMA node than the accelerator at {address}",
+        "Pinned memory lies where the process runs when it is pinned; copies from another node also cross the link "
+        "between the processors.",
+        f"start each rank with numactl --cpunodebind={found.numa_node} --membind={found.numa_node}",
+    )
+
+
+def _affinity() -> frozenset[int]:
+    """Return the processors that this process may run on."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from models.stacked import BOUNDARY, LAYERS, WIDTH, Block, assert_same, batch, b
     "policy",
     ["none", "recompute", "recompute(every=2)", "offload", "recompute+offload", "recompute+offload; *.0: none"],
 )
-def test_gradients_are_bit_identical(sim, policy):
+def test_gradients_are_bit_identical(device, policy):
     model = build()
     expected = train_step(model)
     with lowtide.apply(model, policy) as applied:
@@ -36,7 +36,7 @@ def test_gradients_are_bit_identical_on_the_cpu(policy):
         assert_same(train_step(model, "cpu"), expected)
 
 
-def test_the_report_counts_what_happened(sim):
+def test_the_report_counts_what_happened(device):
     model = build()
     applied = lowtide.apply(model, "recompute+offload")
     train_step(model)
@@ -52,7 +52,7 @@ def test_the_report_counts_what_happened(sim):
     assert '"recomputes": 1' in report.to_json()
 
 
-def test_every_second_region(sim):
+def test_every_second_region(device):
     model = build()
     applied = lowtide.apply(model, "recompute(every=2)")
     train_step(model)
@@ -92,7 +92,7 @@ def instance_state(model):
     return {name: dict(module.__dict__) for name, module in model.named_modules()}
 
 
-def test_remove_leaves_the_model_as_it_was(sim):
+def test_remove_leaves_the_model_as_it_was(device):
     model = build()
     model.gradient_checkpointing = True
     before = instance_state(model)
@@ -109,7 +109,7 @@ def test_remove_leaves_the_model_as_it_was(sim):
         assert all(before[name][key] is after[name][key] for key in before[name])
 
 
-def test_twice_is_once_and_another_policy_takes_the_place(sim):
+def test_twice_is_once_and_another_policy_takes_the_place(device):
     model = build()
     first = lowtide.apply(model, "recompute")
     assert lowtide.apply(model, "recompute") is first
@@ -122,7 +122,7 @@ def test_twice_is_once_and_another_policy_takes_the_place(sim):
     assert "forward" not in model.layers[0].__dict__
 
 
-def test_a_policy_that_is_refused_leaves_the_one_in_force(sim, tmp_path):
+def test_a_policy_that_is_refused_leaves_the_one_in_force(device, tmp_path):
     model = build()
     first = lowtide.apply(model, "recompute")
     for refused, why in {
@@ -136,7 +136,7 @@ def test_a_policy_that_is_refused_leaves_the_one_in_force(sim, tmp_path):
     assert [r.recomputes for r in first.report().regions] == [1] * LAYERS
 
 
-def test_state_dict_deepcopy_and_pickle_work(sim):
+def test_state_dict_deepcopy_and_pickle_work(device):
     model = build()
     keys = list(model.state_dict())
     expected = train_step(model)
@@ -148,7 +148,7 @@ def test_state_dict_deepcopy_and_pickle_work(sim):
     assert applied.report().regions[0].forwards == 0, "and the policy stays with the original"
 
 
-def test_an_instance_forward_of_somebody_else_is_kept(sim):
+def test_an_instance_forward_of_somebody_else_is_kept(device):
     model = build()
     calls = []
     own = model.layers[0].forward
@@ -177,15 +177,15 @@ def test_eval_and_no_grad_are_untouched(sim):
     assert simdevice.stats().d2h_bytes == 0
 
 
-def test_applied_before_the_model_is_moved(sim):
+def test_applied_before_the_model_is_moved(device):
     model = build("cpu")
     applied = lowtide.apply(model, "recompute+offload")
-    model.to(sim)
+    model.to(device)
     train_step(model)
     assert applied.report().regions[0].packed_bytes == BOUNDARY
 
 
-def test_caches_are_dropped_in_training_with_one_warning(sim):
+def test_caches_are_dropped_in_training_with_one_warning(device):
     model = build()
     model.cache = []
     lowtide.apply(model, "recompute")
@@ -195,7 +195,7 @@ def test_caches_are_dropped_in_training_with_one_warning(sim):
     assert model.cache == []
 
 
-def test_a_full_host_tier_is_said(sim):
+def test_a_full_host_tier_is_said(device):
     model = build()
     applied = lowtide.apply(model, f"recompute+offload(host={2 * BOUNDARY}B)")
     train_step(model)
@@ -225,19 +225,19 @@ class TestGuard:
                 x = layer(TestGuard.Opaque(x))
             return x
 
-    def test_inputs_that_no_store_sees_are_an_error_that_names_the_region(self, sim):
-        model = self.Hidden().to(sim).train()
+    def test_inputs_that_no_store_sees_are_an_error_that_names_the_region(self, device):
+        model = self.Hidden().to(device).train()
         lowtide.apply(model, "recompute+offload")
         with pytest.raises(SilentNoOpError, match=r"region 'layers\.0'.*expected its saved tensors to be offloaded"):
             model(batch()).sum().backward()
 
-    def test_not_strict_is_a_warning(self, sim):
-        model = self.Hidden().to(sim).train()
+    def test_not_strict_is_a_warning(self, device):
+        model = self.Hidden().to(device).train()
         lowtide.apply(model, "recompute+offload", strict=False)
         with pytest.warns(UserWarning, match="expected its saved tensors"):
             model(batch()).sum().backward()
 
-    def test_a_region_that_is_not_recomputed_is_an_error(self, sim, monkeypatch):
+    def test_a_region_that_is_not_recomputed_is_an_error(self, device, monkeypatch):
         """An engine that turned into a no-op: the region's forward runs, but nothing is run again."""
         from lowtide.applying import region_runtime
 
@@ -249,7 +249,7 @@ class TestGuard:
         with pytest.raises(SilentNoOpError, match="expected a recompute in backward"):
             train_step(model)
 
-    def test_a_region_without_a_gradient_is_no_alarm(self, sim):
+    def test_a_region_without_a_gradient_is_no_alarm(self, device):
         model = build()
         lowtide.apply(model, "recompute")
         x = model.embed(batch())
@@ -269,14 +269,14 @@ class TestWrongUse:
         with pytest.raises(NoRegionError):
             lowtide.apply(nn.Linear(3, 3), "recompute")
 
-    def test_a_bad_policy_leaves_the_model_alone(self, sim):
+    def test_a_bad_policy_leaves_the_model_alone(self, device):
         model = build()
         before = instance_state(model)
         with pytest.raises(InvalidValueError):
             lowtide.apply(model, "recompute+ofload")
         assert instance_state(model) == before
 
-    def test_host_offload_of_a_cpu_model_is_refused(self, sim):
+    def test_host_offload_of_a_cpu_model_is_refused(self, device):
         model = build("cpu")
         lowtide.apply(model, "recompute+offload")
         with pytest.raises(OffloadError, match="disk tier"):

@@ -24,7 +24,7 @@ def uncompiled(graph):
 
 
 @pytest.mark.parametrize("policy", ["recompute", "offload", "recompute+offload"])
-def test_gradients_are_bit_identical(sim, policy):
+def test_gradients_are_bit_identical(device, policy):
     expected = train_step(build())
     model = build()
     applied = lowtide.apply(model, policy)
@@ -39,7 +39,7 @@ def test_gradients_are_bit_identical(sim, policy):
 @pytest.mark.slow  # the compiler looks at every hook, for half a minute
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["recompute", "offload", "recompute+offload"])
-def test_gradients_are_bit_identical_behind_the_compiler(sim, policy):
+def test_gradients_are_bit_identical_behind_the_compiler(device, policy):
     expected = train_step(build())
     model = build()
     applied = lowtide.apply(model, policy)

@@ -377,11 +377,11 @@ class Box:
 
 class TestSmallRegions:
     @pytest.mark.parametrize("policy", ["recompute+offload", "offload"])
-    def test_a_small_tower_beside_a_large_model_is_noted(self, sim, caplog, policy):
-        applied = lowtide.apply(model := Tower().to(sim), policy, **SMALL_AND_LARGE)
+    def test_a_small_tower_beside_a_large_model_is_noted(self, device, caplog, policy):
+        applied = lowtide.apply(model := Tower().to(device), policy, **SMALL_AND_LARGE)
         with caplog.at_level("INFO", logger="lowtide"):
             for _ in range(2):
-                model(torch.randn(64, 32, device=sim)).sum().backward()
+                model(torch.randn(64, 32, device=device)).sum().backward()
         said = [record.getMessage() for record in caplog.records if "nothing to offload" in record.getMessage()]
         assert len(said) == 2, "once for each"
         assert "'tower.0'" in said[0] or "'tower.1'" in said[0]
@@ -389,23 +389,23 @@ class TestSmallRegions:
         assert "tower.0-1 x2: nothing to offload" in str(applied.report())
         assert "layers.0-1 x2: nothing" not in str(applied.report())
 
-    def test_it_is_an_error_if_nothing_at_all_can_be_offloaded(self, sim):
-        lowtide.apply(model := Tower(tokens=2).to(sim), "recompute+offload", **SMALL_AND_LARGE)
+    def test_it_is_an_error_if_nothing_at_all_can_be_offloaded(self, device):
+        lowtide.apply(model := Tower(tokens=2).to(device), "recompute+offload", **SMALL_AND_LARGE)
         with pytest.raises(SilentNoOpError, match=r"smaller than 4 KiB.*Use 'recompute'.*to 'layers\.1'"):
-            model(torch.randn(64, 32, device=sim)).sum().backward()
+            model(torch.randn(64, 32, device=device)).sum().backward()
 
-    def test_a_rule_for_the_small_part_alone_is_an_error(self, sim):
-        lowtide.apply(model := Tower().to(sim), "recompute; tower.*: recompute+offload", **SMALL_AND_LARGE)
+    def test_a_rule_for_the_small_part_alone_is_an_error(self, device):
+        lowtide.apply(model := Tower().to(device), "recompute; tower.*: recompute+offload", **SMALL_AND_LARGE)
         with pytest.raises(SilentNoOpError, match=r"smaller than 4 KiB.*1 more such regions, to 'tower\.1'"):
-            model(torch.randn(64, 32, device=sim)).sum().backward()
+            model(torch.randn(64, 32, device=device)).sum().backward()
 
-    def test_what_has_not_run_yet_may_be_large(self, sim):
-        lowtide.apply(model := Tower().to(sim), "recompute+offload", **SMALL_AND_LARGE)
-        model(torch.randn(64, 32, device=sim), with_layers=False).sum().backward()
-        model(torch.randn(64, 32, device=sim)).sum().backward()
+    def test_what_has_not_run_yet_may_be_large(self, device):
+        lowtide.apply(model := Tower().to(device), "recompute+offload", **SMALL_AND_LARGE)
+        model(torch.randn(64, 32, device=device), with_layers=False).sum().backward()
+        model(torch.randn(64, 32, device=device)).sum().backward()
 
     @pytest.mark.parametrize("hide", [Box, lambda x: x.to(torch.complex64).conj()])
-    def test_a_large_input_that_no_store_takes_is_an_error_beside_others(self, sim, hide):
+    def test_a_large_input_that_no_store_takes_is_an_error_beside_others(self, device, hide):
         class Hides(Skippable):
             def forward(self, x):
                 hidden = x.x if isinstance(x, Box) else x.real
@@ -422,10 +422,10 @@ class TestSmallRegions:
                     x = layer(x)
                 return x
 
-        lowtide.apply(model := Hiding().to(sim), "recompute+offload", **SMALL_AND_LARGE)
+        lowtide.apply(model := Hiding().to(device), "recompute+offload", **SMALL_AND_LARGE)
         why = "hidden in an object of an unknown kind" if isinstance(hide(torch.ones(1)), Box) else "16384 bytes are in"
         with pytest.raises(SilentNoOpError, match=rf"'tower\.0'.*{why}"):
-            model(torch.randn(64, 32, device=sim, requires_grad=True)).sum().backward()
+            model(torch.randn(64, 32, device=device, requires_grad=True)).sum().backward()
 
 
 def test_a_region_that_runs_often_without_gradients_is_hooked_once():

@@ -103,7 +103,7 @@ def test_the_page_tells_kept_outputs_only_where_some_are(keeping: lowtide.Applie
     assert "outputs kept" not in applied.report("html")
 
 
-def test_a_page_of_a_policy_that_has_not_run(sim: str):
+def test_a_page_of_a_policy_that_has_not_run(device: str):
     pytest.importorskip("plotly", reason="the html extra is not installed")
     model = blocks()
     page = lowtide.apply(model, "recompute").report("html")

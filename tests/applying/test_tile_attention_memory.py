@@ -12,6 +12,7 @@ import lowtide
 from lowtide import simdevice
 from models.tiny import IS_4, transformers
 from support import ignore_dropped_caches
+from support.devices import DEVICE
 from support.foreign_warnings import ignore_warnings_of
 
 pytestmark = [
@@ -37,8 +38,8 @@ def peak(policy: str, tokens: int) -> float:
         max_position_embeddings=tokens,
     )
     model = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-    model.train().to("sim")
-    ids = torch.randint(0, 128, (1, tokens)).to("sim")
+    model.train().to(DEVICE)
+    ids = torch.randint(0, 128, (1, tokens)).to(DEVICE)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     size = tokens // TILES

@@ -158,11 +158,11 @@ class TestOffload:
 
     CHECKS = ("offload", "memory", "gradient values", "in-place changes")
 
-    def test_ours(self, sim):
+    def test_ours(self, device):
         model, batch = tiny_models.llama()
         model.config.num_hidden_layers = 6
-        model = transformers.LlamaForCausalLM(model.config).to(sim)
-        batch = {name: value.to(sim) for name, value in batch.items()}
+        model = transformers.LlamaForCausalLM(model.config).to(device)
+        batch = {name: value.to(device) for name, value in batch.items()}
         report = audit(
             model,
             batch,
@@ -175,17 +175,17 @@ class TestOffload:
         assert evidence["moved_bytes"] == evidence["expected_bytes"] == 5 * 2 * 24 * 32 * 4
         assert evidence["most_blocks_restored_at_once"] <= 2
 
-    def test_one_that_is_not_there(self, sim):
+    def test_one_that_is_not_there(self, device):
         model, batch = tiny_models.llama()
-        batch = {name: value.to(sim) for name, value in batch.items()}
-        report = audit(model.to(sim), batch, modes=["default"], offload=True, checks=["offload"])
+        batch = {name: value.to(device) for name, value in batch.items()}
+        report = audit(model.to(device), batch, modes=["default"], offload=True, checks=["offload"])
         assert failed(report) == {"default: offload"}
 
     @pytest.mark.skipif(
         compat.installed_version("transformers") < Version("5"), reason="transformers 4 has no offload of its own"
     )
     @pytest.mark.parametrize("moves", [True, False], ids=["positional", "keyword"])
-    def test_transformers_own(self, sim, moves):
+    def test_transformers_own(self, device, moves):
         """Its hooks see positional inputs alone: layers that are called with keywords keep everything, silently."""
         if moves:
             model, batch = tiny_models.llama()
@@ -203,8 +203,8 @@ class TestOffload:
             )
             model, batch = transformers.Llama4VisionModel(config), {"pixel_values": torch.randn(4, 3, 16, 16)}
         report = audit(
-            model.to(sim),
-            {name: value.to(sim) for name, value in batch.items()},
+            model.to(device),
+            {name: value.to(device) for name, value in batch.items()},
             configure=lambda copy: copy.gradient_checkpointing_enable(offload=True),
             offload=True,
             checks=["recomputed", "offload"],

@@ -19,10 +19,10 @@ def test_random_states_of_devices_that_the_model_is_not_on(sim):
     assert torch.equal(torch.sim.get_rng_state(), before)
 
 
-def test_a_model_on_a_device_draws_the_same_numbers_each_time(sim):
+def test_a_model_on_a_device_draws_the_same_numbers_each_time(device):
     model, batch = net()
     checks = ["gradient values", "random state"]
-    report = audit(model.to(sim), (batch[0].to(sim),), configure=Engine(), loss=loss, checks=checks)
+    report = audit(model.to(device), (batch[0].to(device),), configure=Engine(), loss=loss, checks=checks)
     assert report.ok, report
     assert report["gradient values"].evidence["identical"]
 

@@ -20,6 +20,7 @@ from lowtide.checkpointing import Schedule
 from lowtide.errors import InvalidValueError, OffloadError
 from lowtide.stores import HostStore
 from models.chains import BOUNDARY, TOKENS, WIDTH, Counted
+from support.devices import DEVICE
 
 LAYERS = 4
 
@@ -110,8 +111,8 @@ def assert_same(ours, expected):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_recompute_is_bit_identical(sim, device, form):
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_recompute_is_bit_identical(fresh_device, device, form):
     assert_same(step(device, form, lowtide.checkpoint), step(device, form, plain))
 
 
@@ -130,9 +131,9 @@ def test_offload_is_bit_identical_and_really_moves_the_inputs(sim, form):
 
 @pytest.mark.parametrize("offload", [None, "host"])
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"frozen": True}], ids=["autocast", "frozen-input"])
-def test_autocast_and_inputs_without_gradient(sim, offload, options):
+def test_autocast_and_inputs_without_gradient(device, offload, options):
     run = functools.partial(lowtide.checkpoint, offload=Schedule(HostStore()) if offload else None)
-    assert_same(step(sim, keyword, run, **options), step(sim, keyword, plain, **options))
+    assert_same(step(device, keyword, run, **options), step(device, keyword, plain, **options))
 
 
 def test_use_reentrant_is_answered_with_one_graph():
@@ -147,7 +148,7 @@ def test_use_reentrant_is_answered_with_one_graph():
 
 
 class TestWrongUse:
-    def test_host_offload_on_the_cpu_is_refused_and_names_the_disk(self, sim):
+    def test_host_offload_on_the_cpu_is_refused_and_names_the_disk(self, device):
         x = torch.randn(TOKENS, WIDTH, requires_grad=True)
         with pytest.raises(OffloadError, match="disk tier"):
             lowtide.checkpoint(torch.tanh, x, offload="host")
@@ -242,7 +243,7 @@ class TestTorchsKeywords:
         assert inspect.signature(lowtide.checkpoint).parameters.keys() >= CHECKPOINT_KEYWORDS
 
     @pytest.mark.parametrize("offload", [False, True])
-    def test_a_torch_whose_generator_takes_tuples(self, sim, monkeypatch, offload):
+    def test_a_torch_whose_generator_takes_tuples(self, device, monkeypatch, offload):
         """The signature of torch's main branch: `fn, args, kwargs, *, ...`."""
         genuine, calls = _torch._generator, []
 
@@ -257,11 +258,11 @@ class TestTorchsKeywords:
         def run():
             return functools.partial(lowtide.checkpoint, offload=Schedule(HostStore()) if offload else None)
 
-        expected = step(sim, keyword, run())
+        expected = step(device, keyword, run())
         monkeypatch.setattr(_torch, "_generator", generator)
         monkeypatch.setattr(_torch, "_TAKES_TUPLES", True)
         monkeypatch.setattr(_torch, "_HAS_PLAIN_FRAMES", False)
-        assert_same(step(sim, keyword, run()), expected)
+        assert_same(step(device, keyword, run()), expected)
         assert len(calls) == LAYERS
 
 

@@ -14,17 +14,18 @@ from lowtide import simdevice
 from lowtide.errors import InPlaceError, InvalidValueError, OffloadError
 from lowtide.stores import HostStore
 from models.chains import Twice
+from support.devices import DEVICE
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4)]
-    return nn.Sequential(*layers).to("sim")
+    return nn.Sequential(*layers).to(DEVICE)
 
 
 def batch() -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randn(128, 64).to("sim")
+    return torch.randn(128, 64).to(DEVICE)
 
 
 def train(net, context=None):
@@ -62,15 +63,15 @@ class Chooses(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["offload", "recompute+offload"])
-def test_a_table_in_host_memory_stays_there(sim, policy):
-    net = nn.Sequential(*(Chooses() for _ in range(4))).to("sim")
+def test_a_table_in_host_memory_stays_there(device, policy):
+    net = nn.Sequential(*(Chooses() for _ in range(4))).to(DEVICE)
     expected = train(net)
     with lowtide.apply(net, policy) as applied:
         assert all(torch.equal(a, b) for a, b in zip(train(net), expected, strict=True))
         assert sum(region.packed_bytes for region in applied.report().regions) > 0
 
 
-def test_a_model_in_host_memory_is_refused(sim):
+def test_a_model_in_host_memory_is_refused(device):
     """By the context as it ends, by a policy after the first block: there was nothing that could leave."""
     net, x = model().cpu(), torch.randn(128, 64)
 
@@ -92,14 +93,14 @@ def test_a_part_in_host_memory_is_refused_by_name(sim, policy):
         def forward(self, x):
             return super().forward(x.cpu()).tanh() if self.moves else super().forward(x).tanh()
 
-    net = nn.Sequential(*(OnTheCPU(64, 64) for _ in range(4))).to("sim")
+    net = nn.Sequential(*(OnTheCPU(64, 64) for _ in range(4))).to(DEVICE)
     net[2].cpu()
     net[3].cpu()
     for index, part in enumerate(net):
         part.moves = index == 2
 
     def run():
-        return net(torch.randn(128, 64, device="sim"))
+        return net(torch.randn(128, 64, device=DEVICE))
 
     name = "2" if policy == "offload" else "3"  # the input of the other one is still on the device
     with (
@@ -112,7 +113,7 @@ def test_a_part_in_host_memory_is_refused_by_name(sim, policy):
         run().sum().backward()
 
 
-def test_a_result_in_host_memory_does_not_keep_its_graph_alive(sim):
+def test_a_result_in_host_memory_does_not_keep_its_graph_alive(device):
     """Saved as the output of its operator, it leads to the node that holds what was packed."""
     store = lowtide.HostStore()
     with lowtide.offload(store):
@@ -186,7 +187,7 @@ def test_inside_a_checkpoint_it_does_nothing(sim):
     assert simdevice.stats().d2h_bytes == 0
 
 
-def test_a_second_read_of_saved_tensors_works(sim):
+def test_a_second_read_of_saved_tensors_works(device):
     """mamba#1020: a backward that reads `ctx.saved_tensors` twice."""
 
     x = batch().requires_grad_()
@@ -197,7 +198,7 @@ def test_a_second_read_of_saved_tensors_works(sim):
     assert torch.allclose(x.grad, 4 * x.detach() ** 3)
 
 
-def test_in_place_changes_are_refused(sim):
+def test_in_place_changes_are_refused(device):
     x = batch().requires_grad_()
     with lowtide.offload():
         hidden = x * 1
@@ -207,7 +208,7 @@ def test_in_place_changes_are_refused(sim):
         y.sum().backward()
 
 
-def test_a_store_can_be_shared_and_limited(sim):
+def test_a_store_can_be_shared_and_limited(device):
     net, store = model(), HostStore(limit="64KiB")
     expected = train(net)
     context = lowtide.offload(store)

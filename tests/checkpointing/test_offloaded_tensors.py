@@ -10,6 +10,7 @@ from lowtide import simdevice
 from lowtide.checkpointing import Schedule
 from lowtide.stores import HostStore
 from models.chains import BOUNDARY, TOKENS, WIDTH, chain, counted_layers, leaf, reference_grad
+from support.devices import DEVICE
 
 
 def test_aliases_with_other_shapes_are_not_taken_for_each_other(engine):
@@ -32,7 +33,7 @@ def test_a_new_tensor_at_an_old_address_is_not_taken_for_the_old_one(engine):
 
 def test_tensors_that_regions_share_stay_on_the_device(engine):
     layers, x = counted_layers(), leaf()
-    table = torch.randn(TOKENS, WIDTH, device="sim")
+    table = torch.randn(TOKENS, WIDTH, device=DEVICE)
     simdevice.reset()
     y = x
     for layer in layers:
@@ -54,9 +55,9 @@ def test_restored_tensors_are_not_held(engine):
 
 
 def test_parameters_and_small_tensors_stay(engine):
-    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device="sim"))
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device=DEVICE))
     x = leaf()
-    y = lowtide.checkpoint(lambda h, w, s: h @ w * s, x, weight, torch.ones(3, 1, 1, device="sim"), offload=engine)
+    y = lowtide.checkpoint(lambda h, w, s: h @ w * s, x, weight, torch.ones(3, 1, 1, device=DEVICE), offload=engine)
     z = lowtide.checkpoint(torch.tanh, y, offload=engine)
     z.sum().backward()
     assert simdevice.stats().d2h_bytes == BOUNDARY
@@ -64,14 +65,14 @@ def test_parameters_and_small_tensors_stay(engine):
 
 def test_views_of_parameters_stay(engine):
     """Their memory is the parameter's, which stays whatever happens to the view."""
-    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device="sim"))
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device=DEVICE))
     y = lowtide.checkpoint(lambda h, w: h @ w, leaf(), weight.t(), offload=engine)
     z = lowtide.checkpoint(torch.tanh, y, offload=engine)
     z.sum().backward()
     assert simdevice.stats().d2h_bytes == BOUNDARY
 
 
-def test_a_full_store_keeps_tensors_on_the_device(sim):
+def test_a_full_store_keeps_tensors_on_the_device(device):
     schedule = Schedule(HostStore(limit=2 * BOUNDARY))
     layers, x = counted_layers(6), leaf()
     expected = reference_grad(layers, x)

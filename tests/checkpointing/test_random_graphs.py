@@ -11,6 +11,7 @@ from lowtide import simdevice
 from lowtide.checkpointing import Schedule
 from lowtide.stores import HostStore
 from support import eventually
+from support.devices import DEVICE
 
 SIZE = 40  # 6400 bytes: worth moving
 
@@ -48,7 +49,7 @@ def region(run, kind, name, values, first, second):
 def program(run, operations):
     """The gradient, or the words of autograd's refusal."""
     torch.manual_seed(0)
-    x = torch.randn(SIZE, SIZE).to("sim").requires_grad_()
+    x = torch.randn(SIZE, SIZE).to(DEVICE).requires_grad_()
     torch.manual_seed(1)
     values = [x * 1]
     try:
@@ -128,7 +129,7 @@ def three_steps(run, operations):
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
-        x = torch.randn(SIZE, SIZE).to("sim").requires_grad_()
+        x = torch.randn(SIZE, SIZE).to(DEVICE).requires_grad_()
         run(within, run(within, x.tanh(), operations), operations).sum().backward()
         found.append(x.grad.cpu())
     return found

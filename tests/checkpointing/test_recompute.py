@@ -13,13 +13,14 @@ import lowtide
 from lowtide.checkpointing import Schedule
 from lowtide.stores import HostStore
 from models.chains import Twice
+from support.devices import DEVICE
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_pitfall_8_the_random_state_is_preserved_unless_told_otherwise(sim, device):
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_pitfall_8_the_random_state_is_preserved_unless_told_otherwise(fresh_device, device):
     """OLMo-core#828, accelerate 1.15: with another dropout mask in recompute, gradients are silently wrong."""
     x = torch.ones(64, 64).to(device).requires_grad_()
-    schedule = Schedule(HostStore()) if device == "sim" else None
+    schedule = Schedule(HostStore()) if device == DEVICE else None
 
     def dropped(y):
         return F.dropout(y, 0.5) * y

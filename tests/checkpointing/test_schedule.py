@@ -10,16 +10,17 @@ import torch
 import lowtide
 from lowtide import simdevice
 from lowtide.counters import RegionLedger
+from support.devices import DEVICE
 
 SHAPE = (64, 64)
 
 
 def leaf(dtype=torch.float32):
     torch.manual_seed(0)
-    return torch.randn(SHAPE, dtype=dtype).to("sim").requires_grad_()
+    return torch.randn(SHAPE, dtype=dtype).to(DEVICE).requires_grad_()
 
 
-def test_a_conjugate_view_is_not_taken_for_its_base(sim):
+def test_a_conjugate_view_is_not_taken_for_its_base(device):
     def grad(offload):
         x = leaf(torch.complex64)
         y = x * 1
@@ -30,7 +31,7 @@ def test_a_conjugate_view_is_not_taken_for_its_base(sim):
     assert torch.equal(grad(lowtide.Schedule(lowtide.HostStore())), grad(None))
 
 
-def test_one_object_stays_one_object_in_recompute(sim):
+def test_one_object_stays_one_object_in_recompute(device):
     x = leaf()
     same = []
 
@@ -46,10 +47,10 @@ def test_one_object_stays_one_object_in_recompute(sim):
     assert same == [True, True]
 
 
-def test_a_buffer_refilled_behind_autograd_is_stored_again(sim):
+def test_a_buffer_refilled_behind_autograd_is_stored_again(device):
     schedule = lowtide.Schedule(lowtide.HostStore())
     weight = leaf()
-    buffer = torch.ones(SHAPE, device=sim)
+    buffer = torch.ones(SHAPE, device=device)
 
     def f(b):
         return b * weight
@@ -57,7 +58,7 @@ def test_a_buffer_refilled_behind_autograd_is_stored_again(sim):
     first = lowtide.checkpoint(f, buffer, offload=schedule)
     for _ in range(3):
         first = lowtide.checkpoint(torch.tanh, first, offload=schedule)
-    buffer.data.copy_(torch.full(SHAPE, 3.0, device=sim))
+    buffer.data.copy_(torch.full(SHAPE, 3.0, device=device))
     second = lowtide.checkpoint(f, buffer, offload=schedule)
     lowtide.checkpoint(torch.clone, second, offload=schedule).sum().backward()
     assert weight.grad.eq(3).all().item()
@@ -95,7 +96,7 @@ def test_every_form_of_offload_moves_bytes(sim, kind):
     assert x.grad.isfinite().all().item()
 
 
-def test_a_side_table_on_the_cpu_stays_where_it_is(sim):
+def test_a_side_table_on_the_cpu_stays_where_it_is(device):
     x, table = leaf(), torch.ones(SHAPE)
     schedule = lowtide.Schedule(lowtide.HostStore())
     y = lowtide.checkpoint(lambda h, t: h * t.sum().item(), x * 1, table, offload=schedule)
@@ -103,7 +104,7 @@ def test_a_side_table_on_the_cpu_stays_where_it_is(sim):
     assert x.grad.isfinite().all().item()
 
 
-def test_a_prefetch_that_does_not_fit_is_fetched_later(sim, monkeypatch):
+def test_a_prefetch_that_does_not_fit_is_fetched_later(device, monkeypatch):
     from lowtide.stores import host
 
     def no_room(self):
@@ -123,7 +124,7 @@ def test_a_prefetch_that_does_not_fit_is_fetched_later(sim, monkeypatch):
     assert x.grad.isfinite().all().item()
 
 
-def test_a_region_that_raises_does_not_break_the_chain(sim):
+def test_a_region_that_raises_does_not_break_the_chain(device):
     """The region before it still gives its memory back when the next one runs."""
     schedule = lowtide.Schedule(store := lowtide.HostStore())
     y = lowtide.checkpoint(torch.tanh, leaf() * 1, offload=schedule)
@@ -160,7 +161,7 @@ def test_bytes_restored_on_one_stream_are_waited_for_on_another(sim):
     assert torch.equal(second.cpu(), expected.view(-1))
 
 
-def test_an_argument_that_holds_itself(sim):
+def test_an_argument_that_holds_itself(device):
     @dataclasses.dataclass
     class Linked:
         value: torch.Tensor

@@ -82,14 +82,14 @@ def test_offload_is_honoured(sim, answer, shared_store):
 
 
 @needs_offload_policies
-def test_an_offloaded_output_that_is_changed_in_place_is_refused(sim):
+def test_an_offloaded_output_that_is_changed_in_place_is_refused(device):
     def forward(x, weights):
         y = x @ weights[0]
         y += 1
         return y * (x @ weights[1])
 
-    x = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
-    weights = [torch.randn(SIZE, SIZE).to(sim) for _ in range(2)]
+    x = torch.randn(SIZE, SIZE).to(device).requires_grad_()
+    weights = [torch.randn(SIZE, SIZE).to(device) for _ in range(2)]
     y = lowtide.checkpoint(forward, x, weights, context_fn=contexts(CheckpointPolicy.MUST_CPU_OFFLOAD))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -231,14 +231,14 @@ class TestOwnCopies:
     """The copies of a store are not the region's: no policy sees them."""
 
     @pytest.mark.parametrize("shared_store", [False, True])
-    def test_a_policy_sees_the_regions_operators_alone(self, sim, shared_store):
+    def test_a_policy_sees_the_regions_operators_alone(self, device, shared_store):
         seen = []
 
         def policy(_context, operator, *_args, **_kwargs):
             seen.append(str(operator))
             return CheckpointPolicy.PREFER_RECOMPUTE
 
-        x = y = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
+        x = y = torch.randn(SIZE, SIZE).to(device).requires_grad_()
         offload = Schedule(HostStore()) if shared_store else "host"
         for _ in range(3):
             contexts = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -262,11 +262,11 @@ class TestOwnCopies:
             lambda x: (x * 3)[0:SIZE].view(-1).reshape(SIZE, SIZE).sin() * x,
         ],
     )
-    def test_gradients_are_torchs(self, sim, function):
+    def test_gradients_are_torchs(self, device, function):
         found = []
         for engine, options in ((checkpoint, {"use_reentrant": False}), (lowtide.checkpoint, {"offload": "host"})):
             torch.manual_seed(0)
-            x = torch.randn(SIZE, SIZE).to(sim).requires_grad_()
+            x = torch.randn(SIZE, SIZE).to(device).requires_grad_()
             engine(function, x, context_fn=keep_everything, **options).sum().backward()
             found.append(x.grad.cpu())
         assert torch.equal(*found)

@@ -10,16 +10,17 @@ import lowtide
 from lowtide import simdevice
 from lowtide.checkpointing import Schedule
 from lowtide.stores import HostStore
+from support.devices import DEVICE
 
 
 def layers() -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)).to("sim")
+    return nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)).to(DEVICE)
 
 
 def step(stack, schedule, stream):
     """Forward and backward on `stream`, correctly ordered after the default stream."""
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to("sim")  # whatever other threads draw
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)  # whatever other threads draw
     stream.wait_stream(torch.accelerator.current_stream())
     with stream:
         y = x

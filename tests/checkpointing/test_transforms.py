@@ -64,32 +64,32 @@ OTHERS = [over_the_batch, push_forward, in_forward_mode]
 
 @pytest.mark.parametrize("transform", GRADIENTS)
 @pytest.mark.parametrize("policy", ["recompute", "offload", "recompute+offload", f"recompute+{TILES}"])
-def test_a_gradient_is_refused_by_name(sim, policy, transform):
-    model = build(sim)
+def test_a_gradient_is_refused_by_name(device, policy, transform):
+    model = build(device)
     with (
         lowtide.apply(model, policy),
         pytest.raises(TransformError, match=r"region '0' cannot be .* hooks are forbidden.*torch\.autograd\.grad"),
     ):
-        transform(model, batch(sim))
-    transform(model, batch(sim))
+        transform(model, batch(device))
+    transform(model, batch(device))
 
 
 @pytest.mark.parametrize("run", [lowtide.checkpoint, lambda f, x: lowtide.checkpoint(f, x, offload="host")])
-def test_a_checkpoint_is_refused_by_name(sim, run):
+def test_a_checkpoint_is_refused_by_name(device, run):
     def squares(x):
         return x.square().sum()
 
     with pytest.raises(TransformError, match="squares' cannot be recomputed or offloaded here"):
-        torch.func.grad(lambda x: run(squares, x))(batch(sim))
+        torch.func.grad(lambda x: run(squares, x))(batch(device))
 
 
-def test_an_offload_context_is_refused(sim):
+def test_an_offload_context_is_refused(device):
     def loss(x):
         with lowtide.offload():
             return x.square().sum()
 
     with pytest.raises(TransformError, match="hooks are forbidden"):
-        torch.func.grad(loss)(batch(sim))
+        torch.func.grad(loss)(batch(device))
 
 
 def test_hooks_that_somebody_forbids_are_named_as_the_reason():
@@ -99,16 +99,16 @@ def test_hooks_that_somebody_forbids_are_named_as_the_reason():
 
 @pytest.mark.parametrize("transform", OTHERS)
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
-def test_other_transforms_give_what_they_give_without_a_policy(sim, policy, transform):
-    model, x = build(sim), batch(sim)
+def test_other_transforms_give_what_they_give_without_a_policy(device, policy, transform):
+    model, x = build(device), batch(device)
     expected = transform(model, x)
     with lowtide.apply(model, policy):
         assert torch.equal(transform(model, x), expected)
 
 
 @pytest.mark.parametrize("transform", [over_the_batch, ensemble])
-def test_offload_inside_vmap_is_right_in_backward(sim, transform):
-    model, x = build(sim), batch(sim)
+def test_offload_inside_vmap_is_right_in_backward(device, transform):
+    model, x = build(device), batch(device)
 
     def gradients():
         model.zero_grad()
@@ -122,14 +122,14 @@ def test_offload_inside_vmap_is_right_in_backward(sim, transform):
 
 
 @pytest.mark.parametrize("transform", [over_the_batch, ensemble, push_forward])
-def test_inputs_without_memory_are_not_offloaded(sim, transform):
-    model = build(sim)
+def test_inputs_without_memory_are_not_offloaded(device, transform):
+    model = build(device)
     with (
         lowtide.apply(model, "recompute+offload"),
         pytest.raises(TransformError, match=r"region '0' cannot be offloaded inside torch\.func\.vmap"),
     ):
-        transform(model, batch(sim))
-    transform(model, batch(sim))
+        transform(model, batch(device))
+    transform(model, batch(device))
 
 
 @pytest.mark.parametrize("transform", [over_the_batch, push_forward])

@@ -13,6 +13,7 @@ from lowtide.errors import StoreError
 from lowtide.stores import host_memory as memory
 from lowtide.stores.host_memory import buffer_of
 from models.trained import BOUNDARY, DEVICES, LAYERS, Scene, assert_same, build, forward, on_disk, train_step
+from support.devices import DEVICE
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -118,7 +119,7 @@ def test_no_pinned_memory_left(sim, tmp_path, monkeypatch, policy):
         raise RuntimeError(f"cannot pin {size} bytes")
 
     monkeypatch.setattr(memory, "pinned", fail)
-    scene = Scene("sim", policy.format(tmp_path))
+    scene = Scene(DEVICE, policy.format(tmp_path))
     with pytest.warns(UserWarning, match=r"no pinned memory left for .* \(ulimit -l\)") as said:
         scene.assert_recovers()
     assert len(said) == 1

@@ -26,6 +26,7 @@ from models.trained import (
     train_step,
 )
 from support import eventually
+from support.devices import DEVICE
 
 STORES = {
     "host": "recompute+offload",
@@ -33,7 +34,7 @@ STORES = {
     "both": f"recompute+offload(host={2 * BOUNDARY}, disk={{}}, tmpfs)",
     "all saved": "offload(disk={}, tmpfs)",
 }
-PLACES = [("sim", kind) for kind in STORES] + [("cpu", "disk"), ("cpu", "all saved")]
+PLACES = [(DEVICE, kind) for kind in STORES] + [("cpu", "disk"), ("cpu", "all saved")]
 everywhere = pytest.mark.parametrize(("device", "kind"), PLACES)
 
 
@@ -79,7 +80,7 @@ def test_a_backward_that_never_comes(sim, tmp_path, device, kind):
 @pytest.mark.parametrize("kind", ["host", "disk", "both"])
 @pytest.mark.parametrize("when", ["forward", "recompute"])
 def test_out_of_memory_and_then_a_smaller_batch(sim, tmp_path, kind, when):
-    scene = Scene("sim", STORES[kind].format(tmp_path))
+    scene = Scene(DEVICE, STORES[kind].format(tmp_path))
     small = plain_gradients(TOKENS // 4)
     calls = iter(range(10))
 
@@ -100,7 +101,7 @@ def test_out_of_memory_and_then_a_smaller_batch(sim, tmp_path, kind, when):
 
 
 def plain_gradients(tokens):
-    return train_step(build("sim"), tokens)
+    return train_step(build(DEVICE), tokens)
 
 
 STORES_CODE = str(Path(lowtide.__file__).parent / "stores")
@@ -183,7 +184,7 @@ def test_two_models_with_two_policies(sim, tmp_path, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shared", ["store", "schedule"])
-def test_threads_share_a_store(sim, tmp_path, device, shared):
+def test_threads_share_a_store(fresh_device, tmp_path, device, shared):
     disk = lowtide.DiskStore(tmp_path, tmpfs=True, block=4096, verify=True)
     schedule, errors = lowtide.Schedule(disk), []
 

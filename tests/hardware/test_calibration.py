@@ -17,17 +17,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
-def _small(monkeypatch: pytest.MonkeyPatch):
-    for name, size in (("_MATRIX", 64), ("_SEQUENCE", 64), ("_HEADS", 2), ("_COPY", 4096), ("_REPEATS", 2)):
-        monkeypatch.setattr(calibration, name, size)
+SMALL = calibration.Probe(matrix=64, sequence=64, heads=2, copy=4096, repeats=2)
 
 
-@pytest.mark.usefixtures("_small")
 def test_measures_shares_of_the_peak(sim: str, tmp_path: Path):
     slow = dataclasses.replace(find_accelerator("T4"), half_flops=1e15, bandwidth=1e12, link=1e11)
     path = tmp_path / "calibration.json"
-    found = calibration.calibrate(path, slow)
+    found = calibration.calibrate(path, slow, SMALL)
     for name, share in dataclasses.asdict(found).items():
         assert 0 < share <= 1, name
     assert calibrated(slow, path).efficiencies == found

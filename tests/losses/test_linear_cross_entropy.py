@@ -14,6 +14,7 @@ from lowtide.errors import InvalidValueError
 from lowtide.losses.linear_cross_entropy import LEAST_TOKENS, TILE_BYTES, tile_tokens
 from lowtide.losses.tile_loss import LossOptions
 from models.language_head import CLASSES, WIDTH, assert_close, gradients, problem, whole
+from support.devices import DEVICE
 
 OPTIONS = [
     {},
@@ -193,8 +194,8 @@ def test_the_peak_is_a_twentieth_of_the_whole_logits(sim, dtype, count, tokens):
     assert simdevice.stats().peak_bytes - base <= 4 * count * count / 20
 
 
-def test_on_the_device(sim):
-    hidden, weight, bias, labels = problem(dtype=torch.float32, device="sim")
+def test_on_the_device(device):
+    hidden, weight, bias, labels = problem(dtype=torch.float32, device=DEVICE)
     inputs = [hidden, weight, bias]
     ours = lowtide.linear_cross_entropy(hidden, weight, labels.cpu(), bias=bias, tokens=7)
     expected = whole(hidden, weight, labels, bias=bias)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import lowtide
+from support.devices import DEVICE
 
 TOKENS, WIDTH = 64, 32
 BOUNDARY = TOKENS * WIDTH * 4  # bytes of one hidden state
@@ -35,12 +36,12 @@ def chain(layers, x, schedule):
 
 def counted_layers(count=3):
     torch.manual_seed(0)
-    return nn.ModuleList(Counted() for _ in range(count)).to("sim")
+    return nn.ModuleList(Counted() for _ in range(count)).to(DEVICE)
 
 
 def leaf():
     torch.manual_seed(1)
-    return torch.randn(TOKENS, WIDTH).to("sim").requires_grad_()
+    return torch.randn(TOKENS, WIDTH).to(DEVICE).requires_grad_()
 
 
 def reference_grad(layers, x, times=1):

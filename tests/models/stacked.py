@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.devices import DEVICE
+
 TOKENS, WIDTH, LAYERS = 64, 32, 6
 
 
@@ -39,17 +41,17 @@ class Model(nn.Module):
         return x
 
 
-def build(device="sim") -> Model:
+def build(device=DEVICE) -> Model:
     torch.manual_seed(0)
     return Model().to(device).train()
 
 
-def batch(device="sim"):
+def batch(device=DEVICE):
     torch.manual_seed(1)
     return torch.randn(TOKENS, WIDTH).to(device)
 
 
-def train_step(model, device="sim"):
+def train_step(model, device=DEVICE):
     model.zero_grad()
     x = batch(device)
     torch.manual_seed(2)

@@ -63,14 +63,36 @@ def test_hooks_run_what_make_lint_runs():
 
 
 def test_the_workflow_runs_make_targets_and_installs_nothing_itself():
-    (workflow,) = (ROOT / ".github/workflows").glob("*.yml")
+    workflow = ROOT / ".github/workflows/checks.yml"
     (job,) = yaml.safe_load(workflow.read_text())["jobs"].values()
     matrix = job["strategy"]["matrix"]
     assert {*matrix["target"], *(row["target"] for row in matrix["include"])} <= TARGETS
-    assert [step["run"] for step in job["steps"] if "run" in step] == ["make ${{ matrix.target }}"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [
+        "make ${{ matrix.target }} ${{ matrix.arguments }}"
+    ]
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     versions = {name.rpartition(" ")[2] for name in classifiers if re.search(r"Python :: 3\.\d+$", name)}
     assert set(matrix["python"]) == versions
+
+
+def test_the_workflow_of_a_gpu_runs_make_targets_and_is_off_by_default():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/gpu.yml").read_text())
+    assert set(workflow[True]) == {"workflow_dispatch"}, (
+        "no push and no pull request starts it (YAML reads `on` as True)"
+    )
+    (job,) = workflow["jobs"].values()
+    assert job["if"] == "vars.GPU_RUNNER == 'on'"
+    assert "self-hosted" in job["runs-on"]
+    assert set(job["strategy"]["matrix"]["target"]) <= TARGETS
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make ${{ matrix.target }}"]
+
+
+def test_the_container_installs_by_make():
+    lines = (ROOT / "docker/Dockerfile.gpu").read_text().splitlines()
+    assert "COPY . ." in lines
+    assert ".venv*" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert "RUN make .venv/.dev" in lines
+    assert re.search(r"^\.venv/\.dev:", MAKEFILE, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +103,9 @@ def test_a_form_asks_for_what_it_takes(form: Path):
     fields = {field["id"]: field for field in questions["body"]}
     assert len(fields) == len(questions["body"])
     assert {field["type"] for field in fields.values()} == {"textarea"}
-    if "feature" not in form.stem:
+    if "record" in form.stem:
+        assert fields["record"]["validations"]["required"]
+    elif "feature" not in form.stem:
         assert fields["doctor"]["validations"]["required"]
         assert {"audit", "plan"} & set(fields)
 

@@ -1,4 +1,4 @@
-"""One look: the pages of plan, audit, zoo, trace and an applied policy share their style and bring no own colour."""
+"""One look: the pages of plan, audit, zoo, trace, self-test and of an applied policy share their style and colours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}\b(?!;)|rgb|hsl|:\s*(?:white|black|gr[ae]
 
 
 def test_all_pages_are_looked_at():
-    assert [page.name for page in PAGES] == ["applied.html", "audit.html", "plan.html", "trace.html", "zoo.html"]
+    assert [page.name for page in PAGES] == [
+        "applied.html",
+        "audit.html",
+        "plan.html",
+        "selftest.html",
+        "trace.html",
+        "zoo.html",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

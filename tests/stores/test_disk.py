@@ -18,6 +18,7 @@ from lowtide import simdevice
 from lowtide.errors import InvalidValueError, StoreError
 from lowtide.stores import DiskStore
 from support import eventually
+from support.devices import DEVICE
 
 BLOCK = 16384
 
@@ -46,10 +47,10 @@ def away(stored):
     return stored
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.parametrize("count", [1024, BLOCK // 4, 10_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_what_was_put_comes_back(sim, tmp_path, device, count, dtype):
+def test_what_was_put_comes_back(fresh_device, tmp_path, device, count, dtype):
     disk, raw = store(tmp_path, verify=True), random(device, count, dtype)
     expected = raw.cpu().clone()
     stored = away(disk.put(raw))
@@ -61,8 +62,8 @@ def test_what_was_put_comes_back(sim, tmp_path, device, count, dtype):
     assert again.dtype == dtype
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_the_memory_is_given_back_when_it_is_written_and_no_sooner(sim, tmp_path, device, faulty):
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_the_memory_is_given_back_when_it_is_written_and_no_sooner(fresh_device, tmp_path, device, faulty):
     disk, raw = store(tmp_path), random(device)
     gone = weakref.ref(raw.untyped_storage())
     stored = disk.put(raw)
@@ -79,7 +80,7 @@ def test_the_memory_is_given_back_when_it_is_written_and_no_sooner(sim, tmp_path
     assert sum(size for verb, size in faulty.calls if verb == "write") == disk.usage().disk.written_bytes == 40_960
 
 
-def test_views_of_one_tensor_are_read_once(sim, tmp_path):
+def test_views_of_one_tensor_are_read_once(device, tmp_path):
     stored = away(store(tmp_path).put(random("cpu")))
     first, second = stored.get(), stored.get()
     assert first.data_ptr() == second.data_ptr()
@@ -119,7 +120,7 @@ def test_the_file_is_used_again_and_empty_when_all_is_dropped(tmp_path):
     assert os.fstat(disk.resources.file._handle).st_size == 3 * 40_960
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
 def test_host_memory_is_bounded_however_much_is_queued(sim, tmp_path, device, faulty):
     disk = store(tmp_path, threads=2)
     faulty.delay = 0.002
@@ -129,7 +130,7 @@ def test_host_memory_is_bounded_however_much_is_queued(sim, tmp_path, device, fa
     for one in stored:
         one.release()
     assert disk.usage().peak_host_bytes <= 2 * BLOCK
-    assert simdevice.stats().peak_pinned_bytes == (disk.usage().peak_host_bytes if device == "sim" else 0)
+    assert simdevice.stats().peak_pinned_bytes == (disk.usage().peak_host_bytes if device == DEVICE else 0)
 
 
 def test_its_buffers_are_small_beside_what_passes_through_them(tmp_path):
@@ -143,7 +144,7 @@ def test_its_buffers_are_small_beside_what_passes_through_them(tmp_path):
 def test_files_threads_and_pinned_memory_go_with_the_store(sim, tmp_path):
     files = open_files()
     disk = store(tmp_path)
-    stored = away(disk.put(random("sim")))
+    stored = away(disk.put(random(DEVICE)))
     assert open_files() == files + 1
     assert our_threads()
     assert simdevice.stats().pinned_bytes > 0
@@ -176,9 +177,9 @@ def test_ranks_share_what_is_free(tmp_path, monkeypatch):
         store(tmp_path, limit="3GiB")
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.parametrize("place", [0, 20_000, 39_999])
-def test_a_flipped_byte_is_an_error_and_no_gradient(sim, tmp_path, device, place):
+def test_a_flipped_byte_is_an_error_and_no_gradient(fresh_device, tmp_path, device, place):
     disk = store(tmp_path, verify=True)
     stored = away(disk.put(random(device)))
     handle = os.dup(disk.resources.file._handle)
@@ -199,7 +200,7 @@ def test_without_verify_nothing_is_compared(tmp_path):
     assert [block.checksum for block in stored._blocks] == [None] * 3
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
 def test_a_dropped_tensor_frees_its_bytes_though_a_task_is_under_way(sim, tmp_path, device, faulty):
     disk = store(tmp_path)
     faulty.delay = 0.05
@@ -211,7 +212,7 @@ def test_a_dropped_tensor_frees_its_bytes_though_a_task_is_under_way(sim, tmp_pa
     assert eventually(lambda: disk.bytes_used == 0)
     assert len(faulty.calls) < 12, "what had not begun was not written"
     torch.accelerator.synchronize()
-    if device == "sim":
+    if device == DEVICE:
         gc.collect()
         assert eventually(lambda: simdevice.stats().live_bytes == 0)
 
@@ -257,9 +258,9 @@ class TestUnderAPolicy:
         model(torch.randn(128, 32).to(device)).square().mean().backward()
         return [p.grad.cpu() for p in model.parameters()]
 
-    @pytest.mark.parametrize("device", ["cpu", "sim"])
+    @pytest.mark.parametrize("device", ["cpu", DEVICE])
     @pytest.mark.parametrize("policy", ["recompute+offload", "offload"])
-    def test_gradients_are_bit_identical_and_bytes_are_counted(self, sim, tmp_path, device, policy):
+    def test_gradients_are_bit_identical_and_bytes_are_counted(self, fresh_device, tmp_path, device, policy):
         model = self.model(device)
         expected = self.step(model)
         with lowtide.apply(model, f"{policy}(disk={tmp_path}, tmpfs, verify)") as applied:

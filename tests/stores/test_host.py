@@ -10,6 +10,7 @@ import torch
 from lowtide import simdevice
 from lowtide.errors import OffloadError
 from lowtide.stores import HostStore
+from support.devices import DEVICE
 
 NBYTES = 1 << 16
 SLOW = 1e6
@@ -22,7 +23,7 @@ def store(sim) -> HostStore:
 
 
 def random(nbytes: int = NBYTES, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(nbytes // dtype.itemsize).to(dtype).to("sim")
+    return torch.randn(nbytes // dtype.itemsize).to(dtype).to(DEVICE)
 
 
 def put_away(store: HostStore, raw: torch.Tensor):
@@ -39,7 +40,7 @@ def test_what_was_put_comes_back_bit_by_bit(store, dtype):
     stored = put_away(store, raw)
     del raw
     back = stored.get()
-    assert (back.dtype, back.device.type, back.shape) == (dtype, "sim", expected.shape)
+    assert (back.dtype, back.device.type, back.shape) == (dtype, DEVICE, expected.shape)
     assert torch.equal(back.cpu(), expected)
 
 
@@ -94,7 +95,7 @@ def test_the_host_and_the_compute_stream_do_not_wait_for_a_copy_to_begin(store):
     raw = random()
     torch.accelerator.synchronize()
     stored = store.put(raw)
-    event = torch.Event(device="sim")
+    event = torch.Event(device=DEVICE)
     assert stored.start()
     event.record(torch.accelerator.current_stream())
     assert event.query(), "the compute stream goes on under the copy"
@@ -110,7 +111,7 @@ def test_a_prefetch_overlaps_with_compute(store):
         torch.accelerator.synchronize()
         if early:
             stored.prefetch()
-            x = torch.ones(512, 512, device="sim")
+            x = torch.ones(512, 512, device=DEVICE)
             while simdevice.stats().busy_compute < busy + 2 * NBYTES / SLOW:
                 x = x @ x * 1e-3
         assert stored.get().isfinite().all().item()
@@ -149,7 +150,7 @@ def test_the_same_memory_is_given_while_it_is_in_use_and_fetched_again_afterward
     assert simdevice.stats().h2d_bytes == 2 * NBYTES
 
 
-def test_what_is_full_takes_nothing_and_has_room_again_later(sim):
+def test_what_is_full_takes_nothing_and_has_room_again_later(device):
     store = HostStore(limit=2 * NBYTES)
     held = [put_away(store, random()) for _ in range(2)]
     raw = random()
@@ -165,7 +166,7 @@ def test_what_is_full_takes_nothing_and_has_room_again_later(sim):
     assert refused.is_away
 
 
-def test_a_limit_may_be_text_and_is_kept(sim):
+def test_a_limit_may_be_text_and_is_kept(device):
     store = HostStore(limit="128KiB")
     held = [store.put(random()) for _ in range(5)]
     assert [stored.start() for stored in held] == [True, True, False, False, False]
@@ -219,10 +220,10 @@ def test_host_memory_is_not_overwritten_under_a_copy_back(sim, store):
 
 def test_device_memory_is_not_overwritten_under_a_kernel_that_still_runs(store):
     """What is allocated for a copy back may be what a kernel of the compute stream was given and still reads."""
-    stored = put_away(store, torch.zeros(NBYTES // 4, device="sim"))
+    stored = put_away(store, torch.zeros(NBYTES // 4, device=DEVICE))
     torch.accelerator.synchronize()
     simdevice.enable(bandwidth=SLOW)
-    scratch = torch.ones(NBYTES // 4, device="sim")
+    scratch = torch.ones(NBYTES // 4, device=DEVICE)
     address = scratch.data_ptr()
     total = scratch.sum()
     del scratch

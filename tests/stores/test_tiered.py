@@ -13,6 +13,7 @@ from lowtide import simdevice
 from lowtide.errors import InvalidValueError, OffloadError, StoreError
 from lowtide.stores import DiskStore, HostStore, TieredStore
 from support import eventually
+from support.devices import DEVICE
 
 NBYTES = 16384
 ROOM = 3
@@ -23,7 +24,7 @@ def tiers(directory, limit=ROOM * NBYTES, **settings) -> TieredStore:
 
 
 def tensor(number):
-    return torch.full((NBYTES // 4,), float(number)).to("sim")
+    return torch.full((NBYTES // 4,), float(number)).to(DEVICE)
 
 
 def fill(store, count):
@@ -39,7 +40,7 @@ def places(held):
     return ["disk" if stored.is_spilled else "host" for stored in held]
 
 
-def test_what_is_needed_first_stays_nearest(sim, tmp_path):
+def test_what_is_needed_first_stays_nearest(device, tmp_path):
     store = tiers(tmp_path)
     held = fill(store, 8)
     assert places(held) == ["disk"] * 5 + ["host"] * 3
@@ -57,14 +58,14 @@ def test_what_is_needed_first_stays_nearest(sim, tmp_path):
     assert store.peak_bytes <= ROOM * NBYTES + 6 * NBYTES
 
 
-def test_a_tensor_larger_than_the_host_goes_straight_to_disk(sim, tmp_path):
+def test_a_tensor_larger_than_the_host_goes_straight_to_disk(device, tmp_path):
     store = tiers(tmp_path, limit=NBYTES // 2)
     (stored,) = fill(store, 1)
     assert (places([stored]), stored.is_away, store.host.bytes_used) == (["disk"], True, 0)
     assert stored.get().eq(0).all().item()
 
 
-def test_both_tiers_full_is_said(sim, tmp_path):
+def test_both_tiers_full_is_said(device, tmp_path):
     store = tiers(tmp_path, limit=2 * NBYTES + 1)
     store.disk.resources.file.limit = 2 * NBYTES
     held = [store.put(tensor(number)) for number in range(6)]
@@ -76,7 +77,7 @@ def test_both_tiers_full_is_said(sim, tmp_path):
     assert [stored.get().eq(number).all().item() for number, stored in enumerate(held)] == [True] * 6
 
 
-def test_a_disk_that_fails_costs_the_step_and_no_tensor(sim, tmp_path, faulty):
+def test_a_disk_that_fails_costs_the_step_and_no_tensor(device, tmp_path, faulty):
     store = tiers(tmp_path)
     held = fill(store, 2)
     faulty.fail_writes(0, errno.EIO)
@@ -94,7 +95,7 @@ def test_a_disk_that_fails_costs_the_step_and_no_tensor(sim, tmp_path, faulty):
     assert held[0].get().eq(0).all().item()
 
 
-def test_threads_read_what_others_push_to_the_disk(sim, tmp_path, faulty):
+def test_threads_read_what_others_push_to_the_disk(device, tmp_path, faulty):
     """A reader must never find the host's memory given back under it."""
     store, errors = tiers(tmp_path), []
     faulty.delay = 0.001

@@ -14,6 +14,7 @@ import lowtide
 from lowtide.errors import InPlaceError, InvalidValueError, NotTokenWiseError
 from lowtide.tiling import tiler
 from models.mlps import HIDDEN, Dropping, Gated, Lora, Tied, WithArguments, batch, build, routed
+from support.devices import DEVICE
 
 TOLERANCE = 1e-12
 
@@ -107,8 +108,8 @@ def test_a_view_that_is_not_contiguous():
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_dropout_is_the_same_in_recompute(sim, device, around):
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_dropout_is_the_same_in_recompute(fresh_device, device, around):
     """Against the tiles run one by one, which draw the same numbers."""
     mlp, x = build(Dropping).to(device), batch(37).detach().to(device).requires_grad_()
     sizes = [10, 9, 9, 9]

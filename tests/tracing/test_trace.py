@@ -94,8 +94,8 @@ def test_bytes_on_a_disk_are_counted_as_its_files_are(tmp_path):
     assert max(level.stored["disk"] for level in seen.levels) == (LAYERS - 1) * boundary()
 
 
-def test_torchs_own_offload_is_seen_too(sim: str):
-    model, x = stack(sim), batch(sim)
+def test_torchs_own_offload_is_seen_too(device: str):
+    model, x = stack(device), batch(device)
     with lowtide.trace(model) as seen:
         with torch.autograd.graph.save_on_cpu():
             loss = model(x).square().mean()
@@ -288,7 +288,7 @@ def test_nothing_is_left_behind_after_an_error_too(where: str):
     assert seen.to_dict()["peak_bytes"] == seen.peak_bytes > 0, "it can be read"
 
 
-def test_a_model_dies_with_its_last_reference(sim: str):  # which keeps the collector away
+def test_a_model_dies_with_its_last_reference(device: str):  # which keeps the collector away
     model = stack()
     known = weakref.ref(model[0])
     with lowtide.trace(model) as seen:

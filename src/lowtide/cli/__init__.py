@@ -15,6 +15,7 @@ from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.plan import calibrate, plan
 from lowtide.cli.policies import policies
+from lowtide.cli.selftest import selftest
 from lowtide.cli.trace import trace
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ app.command()(plan)
 app.command()(policies)
 app.command()(trace)
 app.command()(calibrate)
+app.command()(selftest)
 
 
 def _print_version(wanted: bool) -> None:

@@ -56,6 +56,12 @@ class SimulatorProcess:
         self._opening = (target, job, accelerator)
         self._summary = None
 
+    def change_accelerator(self, accelerator: Accelerator) -> None:
+        """Simulate a different accelerator from now on; the process stays."""
+        target, job, _ = self._opening
+        self._opening = (target, job, accelerator)
+        self._summary = None
+
     @property
     def summary(self) -> ModelSummary:
         if self._summary is None:

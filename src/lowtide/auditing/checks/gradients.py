@@ -101,6 +101,7 @@ def values(case: Case) -> CheckResult:
         f"{how}{note}",
         identical=comparison.identical,
         largest_error=comparison.largest_error,
+        rerun_identical=not any(case.reference.rerun_errors.values()),
         zero_by_mathematics=zeros,
         noise=first_few(comparison.noise),
     )

@@ -1,0 +1,209 @@
+"""Holds what every stage needs to know of the device under test: its data sheet, its sizes of work, a place for files.
+
+The emulated device is slow, so its work is small. Its rates are set so that small work behaves as large work does on a
+real device: kernels are not bound by their launches, and a layer's kernels take several times as long as the copy of
+its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import simdevice
+from lowtide.errors import InvalidValueError
+from lowtide.hardware.accelerators import Accelerator, Efficiencies, this_accelerator
+from lowtide.hardware.calibration import Probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DEVICES = ("cuda", "xpu", "npu", "mps", "sim", "cpu")
+
+EMULATED: dict[str, Any] = {
+    "memory": 2 * 2**30,
+    "flops": 1e11,
+    "bandwidth": 2e10,
+    "h2d": 1e9,
+    "d2h": 1e9,
+    "launch": 5e-6,
+    "on_violation": "record",
+}
+"""The emulated device's settings during a self-test, which are its data sheet, too."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """The sizes of the model that stages measure, and how often they repeat."""
+
+    hidden: int
+    layers: int
+    heads: int
+    tokens: int
+    vocabulary: int
+    dtype: str
+    rounds: int
+    """Steps of each policy that are timed."""
+    stresses: int
+    """Steps under stress."""
+    probe: Probe
+    disk_bytes: int
+
+
+_SMALL = Work(
+    hidden=128,
+    layers=6,
+    heads=4,
+    tokens=512,
+    vocabulary=512,
+    dtype="fp32",
+    rounds=5,
+    stresses=12,
+    probe=Probe(matrix=512, sequence=512, heads=2, width=64, copy=2**23, repeats=5),
+    disk_bytes=64 * 2**20,
+)
+_LARGE = Work(
+    hidden=2048,
+    layers=8,
+    heads=16,
+    tokens=8192,
+    vocabulary=32000,
+    dtype="bf16",
+    rounds=11,
+    stresses=24,
+    probe=Probe(),
+    disk_bytes=1024 * 2**20,
+)
+
+
+_ENOUGH = 20 * 2**30
+"""Bytes of a device on which the large model fits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One device, ready to be tested."""
+
+    device: torch.device
+    sheet: Accelerator | None
+    """The device's data sheet; None if the table does not have it."""
+    why_no_sheet: str
+    quick: bool
+    work: Work
+    folder: Path
+    """A directory for files, which is removed at the end."""
+    ranks: int
+    show: Callable[[str], None]
+    """Tells the progress bar what is being done."""
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.device.type == "sim"
+
+    @property
+    def counts_peaks(self) -> bool:
+        """Whether the device's allocator, or the profiler in its place, counts the most bytes at once."""
+        return self.device.type != "mps"
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether copies can run beside kernels: not on the CPU, and not on Apple's GPUs, which share its memory."""
+        return self.device.type not in ("cpu", "mps")
+
+    def offload(self, policy: str) -> str:
+        """Return a policy in which offload goes where this device can offload to: on the CPU, to disk."""
+        return policy if self.has_streams else policy.replace("offload", f"offload(disk={self.folder})")
+
+
+@contextlib.contextmanager
+def open_bench(
+    name: str | None, *, quick: bool = False, ranks: int = 1, show: Callable[[str], None] = lambda _: None
+) -> Iterator[Bench]:
+    """Prepare a device for the self-test; afterwards its files are gone and its unused memory is given back."""
+    device = find_device(name)
+    if device.type == "sim":
+        simdevice.enable(**EMULATED)
+        simdevice.reset()
+    sheet, why = _data_sheet(device)
+    with tempfile.TemporaryDirectory(prefix="lowtide-selftest-") as folder:
+        try:
+            yield Bench(
+                device=device,
+                sheet=sheet,
+                why_no_sheet=why,
+                quick=quick,
+                work=_work_for(device, sheet, quick=quick),
+                folder=Path(folder),
+                ranks=ranks,
+                show=show,
+            )
+        finally:
+            give_back(device)
+
+
+def find_device(name: str | None) -> torch.device:
+    """Return the device that is named, or this machine's accelerator; refuse one that is not there."""
+    if name is not None and name not in DEVICES:
+        raise InvalidValueError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
+    if name in ("cpu", "sim"):
+        return torch.device("cpu") if name == "cpu" else _emulated()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or name not in (None, found.type):
+        here = "has no accelerator" if found is None else f"has {found.type}"
+        asked = "" if name is None else f", not {name}"
+        raise InvalidValueError(
+            f"this machine {here}{asked}: `--device sim` tests the emulated device, `--device cpu` the CPU"
+        )
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _emulated() -> torch.device:
+    simdevice.enable()
+    return torch.device("sim")
+
+
+def _data_sheet(device: torch.device) -> tuple[Accelerator | None, str]:
+    if device.type == "sim":
+        return emulated_sheet(), ""
+    if device.type != "cuda":
+        return None, f"the table of accelerators has no data sheets of devices of type {device.type}"
+    try:
+        return this_accelerator(), ""
+    except InvalidValueError as error:
+        return None, str(error)
+
+
+def emulated_sheet() -> Accelerator:
+    """Return the emulated device's data sheet, whose figures its kernels reach."""
+    return Accelerator(
+        name="Lowtide emulated accelerator",
+        memory=EMULATED["memory"],
+        half_flops=EMULATED["flops"],
+        single_flops=EMULATED["flops"],
+        bandwidth=EMULATED["bandwidth"],
+        link=EMULATED["h2d"],
+        network=EMULATED["h2d"],
+        source="docs/emulated-device.md",
+        efficiencies=Efficiencies(matmul=1, attention=1, attention_backward=1, memory=1, link=1),
+    )
+
+
+def give_back(device: torch.device) -> None:
+    """Give unused memory of the device back to the system."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _work_for(device: torch.device, sheet: Accelerator | None, *, quick: bool) -> Work:
+    work = _SMALL if device.type in ("sim", "cpu") else _LARGE
+    is_small = work is _LARGE and (sheet is None or sheet.memory < _ENOUGH)
+    if not quick and not is_small:
+        return work
+    if work is _LARGE:
+        return dataclasses.replace(work, hidden=1024, tokens=4096, rounds=5, stresses=8, disk_bytes=256 * 2**20)
+    return dataclasses.replace(work, layers=4, tokens=256, rounds=1, stresses=3, disk_bytes=16 * 2**20)

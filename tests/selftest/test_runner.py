@@ -1,0 +1,174 @@
+"""Running the stages: failures are findings, an interrupt loses nothing that is finished, and nothing stays behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowtide import simdevice
+from lowtide.cli import app
+from lowtide.errors import InvalidValueError
+from lowtide.selftest import StageResult, frees, peers, ranks, read_record, run, runner
+from lowtide.selftest.child import ChildError, output_of
+from lowtide.selftest.record import Row
+
+
+def passing(name: str, calls: list[str]):
+    def stage(_bench) -> StageResult:
+        calls.append(name)
+        return StageResult(name=name, rows=[Row(name="a row", verdict="pass", summary="as it should be")])
+
+    return stage
+
+
+@pytest.fixture
+def calls(sim, monkeypatch) -> list[str]:
+    """Stages that only note that they ran."""
+    made: list[str] = []
+    monkeypatch.setattr(runner, "STAGES", {name: passing(name, made) for name in runner.STAGES})
+    return made
+
+
+def selftest(*arguments: str):
+    return CliRunner().invoke(app, ["selftest", "--device", "sim", *arguments])
+
+
+def broken(error: BaseException):
+    def stage(_bench):
+        raise error
+
+    return stage
+
+
+def test_all_stages_run_in_order_and_the_record_is_written(calls, tmp_path):
+    result = selftest("-o", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html"))
+    assert result.exit_code == 0, result.output
+    assert calls == ["right", "frees", "overlaps", "plans", "peers", "ranks"]
+    assert json.loads((tmp_path / "r.json").read_text())["ok"] is True
+    assert "Lowtide emulated accelerator" in (tmp_path / "r.html").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.html", "r.json"]
+
+
+def test_an_interrupt_keeps_what_is_finished_and_the_rest_runs_later(calls, monkeypatch, tmp_path):
+    path = tmp_path / "r.json"
+    finished = dict(runner.STAGES)
+    monkeypatch.setitem(runner.STAGES, "overlaps", broken(KeyboardInterrupt()))
+    before = set(Path(tempfile.gettempdir()).glob("lowtide-selftest-*"))
+    result = selftest("-o", str(path))
+    assert result.exit_code == 130
+    assert "--resume" in result.stderr
+    assert set(Path(tempfile.gettempdir()).glob("lowtide-selftest-*")) == before
+    assert [stage.name for stage in read_record(path).stages] == ["right", "frees"]
+
+    calls.clear()
+    monkeypatch.setattr(runner, "STAGES", finished)
+    assert selftest("-o", str(path), "--resume").exit_code == 0
+    assert calls == ["overlaps", "plans", "peers", "ranks"]
+
+
+def test_a_record_of_another_kind_is_not_resumed(calls, tmp_path):
+    path = tmp_path / "r.json"
+    selftest("-o", str(path), "--quick")
+    result = selftest("-o", str(path), "--resume")
+    assert result.exit_code == 2
+    assert "has a different quick" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "code"),
+    [(RuntimeError("in /a/b/c.py"), "fail", 1), (torch.OutOfMemoryError("no room"), "inconclusive", 0)],
+)
+def test_a_stage_that_raises_is_a_finding_and_the_rest_runs(calls, monkeypatch, tmp_path, error, verdict, code):
+    monkeypatch.setitem(runner.STAGES, "plans", broken(error))
+    assert selftest("-o", str(tmp_path / "r.json")).exit_code == code
+    assert calls == ["right", "frees", "overlaps", "peers", "ranks"]
+    stage = read_record(tmp_path / "r.json")["plans"]
+    assert stage.verdict == verdict
+    assert "/a/b" not in stage.rows[0].summary
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--device", "cuda"], "not cuda"),
+        (["-o", "/"], "is a directory"),
+    ],
+)
+def test_what_cannot_run_is_refused(sim, arguments, said):
+    result = CliRunner().invoke(app, ["selftest", *arguments])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_missing_packages_are_named(sim, monkeypatch):
+    monkeypatch.setattr(runner, "_NEEDED", ("no_such_package",))
+    result = selftest()
+    assert result.exit_code == 2
+    assert "needs no_such_package" in result.stderr
+
+
+def test_too_many_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(runner, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(InvalidValueError, match="2 ranks need 2 devices, and this machine has 1"):
+        run("cuda", ranks=2)
+
+
+def test_a_stage_gives_back_all_memory(small_bench):
+    gc.collect()
+    before = simdevice.stats()
+    assert frees.run(small_bench).verdict == "pass"
+    gc.collect()
+    after = simdevice.stats()
+    assert (after.live_bytes, after.pinned_bytes) == (before.live_bytes, before.pinned_bytes)
+
+
+def test_one_process_says_how_to_test_several(small_bench):
+    assert "--ranks 2" in ranks.run(small_bench).why
+
+
+def test_a_child_that_fails_says_why():
+    with pytest.raises(ChildError, match="exit code 1: ValueError: because"):
+        output_of(["-c", "raise ValueError('because')"], timeout=60)
+    with pytest.raises(ChildError, match="no answer within 0 s"):
+        output_of(["-c", "import time; time.sleep(60)"], timeout=0.2)
+    assert output_of(["-c", "print(1); print(2)"], timeout=60) == "2"
+
+
+@pytest.mark.slow
+def test_a_whole_quick_self_test_of_the_emulated_device(sim, tmp_path):
+    result = selftest("--quick", "-o", str(tmp_path / "r.json"))
+    assert result.exit_code == 0, result.output
+    verdicts = {stage.name: stage.verdict for stage in read_record(tmp_path / "r.json").stages}
+    assert verdicts == {
+        "right": "pass",
+        "frees": "pass",
+        "overlaps": "pass",
+        "plans": "pass",
+        "peers": "not applicable",
+        "ranks": "not applicable",
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_of_the_emulated_device(small_bench):
+    found = ranks.run(dataclasses.replace(small_bench, ranks=2))
+    assert [row.verdict for row in found.rows] == ["pass"] * 4, found
+
+
+@pytest.mark.slow
+def test_peers_that_patch_run_in_processes_of_their_own(small_bench):
+    rows = {row.name: row for row in peers.run(dataclasses.replace(small_bench, quick=False)).rows}
+    assert rows["transformers' flag, TRL's offload"].figures["peak_bytes"] > 0
+    recompute, flag = (
+        rows[name].figures["after_forward_bytes"] for name in ("Lowtide, recompute", "transformers' flag")
+    )
+    assert recompute == flag
