@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowtide import simdevice
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.selftest import STAGES, plans
 from lowtide.stores import host
 from lowtide.tiling import assembly

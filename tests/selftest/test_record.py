@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.errors import InvalidValueError
 from lowtide.selftest import STAGES, Record, Row, StageResult, read_record
 from lowtide.selftest.bench import open_bench

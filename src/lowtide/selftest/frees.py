@@ -12,7 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import lowtide
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.selftest.meters import NO_PEAKS, step_memory
 from lowtide.selftest.record import Row, StageResult
 from lowtide.selftest.steps import PLAIN, twins

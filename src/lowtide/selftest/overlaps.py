@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.hardware import calibration
 from lowtide.selftest.meters import profiled, seconds_of
 from lowtide.selftest.record import Row, StageResult

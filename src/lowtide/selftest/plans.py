@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.hardware.accelerators import Accelerator
 from lowtide.selftest.meters import NO_PEAKS, step_memory
 from lowtide.selftest.models import workload_config

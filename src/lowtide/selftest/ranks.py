@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.selftest.child import output_of
 from lowtide.selftest.record import Row, StageResult, without_paths
 

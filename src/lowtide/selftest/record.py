@@ -11,7 +11,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.report import Verdict, as_json
+from lowtide.auditing.result import Verdict, as_json
 from lowtide.errors import InvalidValueError
 from lowtide.selftest.thresholds import THRESHOLDS
 

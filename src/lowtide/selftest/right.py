@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.selftest import stress
 from lowtide.selftest.models import FAMILIES, build
 from lowtide.selftest.record import Row, StageResult, without_paths

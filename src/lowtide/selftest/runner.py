@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.errors import InvalidValueError, MissingDependencyError
 from lowtide.selftest import frees, overlaps, peers, plans, ranks, right
 from lowtide.selftest.bench import find_device, give_back, open_bench

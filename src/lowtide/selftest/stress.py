@@ -17,7 +17,7 @@ import torch
 import lowtide
 from lowtide import simdevice
 from lowtide.auditing.comparison import compare, relative_errors
-from lowtide.auditing.report import Verdict
+from lowtide.auditing.result import Verdict
 from lowtide.regions import find_regions
 from lowtide.selftest.models import build
 from lowtide.selftest.record import Row
