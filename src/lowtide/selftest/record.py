@@ -11,7 +11,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from lowtide.auditing.result import Verdict, as_json
+from lowtide.auditing.report import as_json
+from lowtide.auditing.result import Verdict
 from lowtide.errors import InvalidValueError
 from lowtide.selftest.thresholds import THRESHOLDS
 
