@@ -49,6 +49,11 @@ def tiny() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Own(), batch()
 
 
+def sized(tokens: int = TOKENS) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Its argument says how long its batch is."""
+    return Own(), batch(tokens)
+
+
 def small() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Its batch is so short that no activation is worth moving."""
     return Own(), batch(tokens=4)

@@ -23,7 +23,7 @@ from lowtide.simulation.region_costs import REGION_POLICIES
 from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import DTYPES, Job
 from lowtide.targets.live_module import pickle_without_weights, unpickle
-from lowtide.targets.models import build
+from lowtide.targets.models import build, read_arguments
 from lowtide.targets.target import find_target, known_models
 from models import own as own_model
 from models.planned import CONFIG
@@ -120,6 +120,29 @@ class TestAModuleOfOnesOwn:
             lowtide.plan(model, batch=batch, device="L40S", policy="none"),
         ]
         assert plans[0].peak_bytes == plans[1].peak_bytes
+
+    def test_a_factory_takes_arguments(self):
+        assert read_arguments("layers=4&scale=0.5&fused=true&name=a+b&none=None", "m:f") == {
+            "layers": 4,
+            "scale": 0.5,
+            "fused": True,
+            "name": "a+b",
+            "none": None,
+        }
+        assert find_target("models.own:sized?tokens=64").kind == "factory"
+        plans = [
+            lowtide.plan(f"models.own:sized?tokens={tokens}", device="L40S", policy="none") for tokens in (64, 4096)
+        ]
+        assert plans[1].peak_bytes > plans[0].peak_bytes
+
+    @pytest.mark.parametrize("query", ["layers", "=4", "a=1&a=2", "1x=3"])
+    def test_wrong_arguments_of_a_factory_are_refused(self, query: str):
+        with pytest.raises(InvalidValueError, match="write MODULE:FACTORY"):
+            read_arguments(query, "m:f")
+
+    def test_an_argument_that_a_factory_does_not_take_is_its_error(self):
+        with pytest.raises(PlanError, match="unexpected keyword argument 'depth'"):
+            lowtide.plan("models.own:sized?depth=3", device="L40S", policy="none")
 
     def test_apply_takes_a_batch_with_its_budget(self):
         model, batch = own_model.tiny()

@@ -24,7 +24,7 @@ def as_text(record: Record) -> str:
     lines = [headline(record)]
     for stage in record.stages:
         lines.append(f"[{stage.name}] {QUESTIONS[stage.name]} {stage.verdict} ({stage.seconds:.0f} s)")
-        lines += [f"  {SIGNS[row.verdict] if row.verdict else '':<5} {row.name}: {row.summary}" for row in stage.rows]
+        lines += [f"  {SIGNS.get(row.verdict, row.verdict) if row.verdict else '':<5} {row.name}: {row.summary}" for row in stage.rows]
         lines += [f"  not run: {stage.why}"] if stage.why else []
     return "\n".join(lines)
 

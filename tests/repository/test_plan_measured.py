@@ -1,0 +1,65 @@
+"""Plans beside published measurements: the page is what the record says, and the record what plans say today."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import lowtide
+from bench.measured import compare, reports
+from bench.measured.runs import NOT_PLANNED, RUNS
+from lowtide.planning.report import report_of
+from models import own as own_model
+from support import needs_transformers_5
+
+RECORD: dict[str, Any] = json.loads(compare.DATA.read_text())
+GIB = 2**30
+CHEAP = (21, 31, 33)
+
+
+def test_the_page_and_the_drawing_show_the_record():
+    assert compare.PAGE.read_text() == compare.page(RECORD)
+    assert compare.DRAWING.read_text() == compare.drawing(RECORD)
+
+
+def test_every_published_figure_is_planned_or_says_why_not():
+    numbers = [run.number for run in (*RUNS, *NOT_PLANNED)]
+    assert len(numbers) == len(set(numbers))
+    assert RECORD.keys() == {str(run.number) for run in RUNS}
+    assert all(run.why_not for run in NOT_PLANNED)
+    assert all(run.source.startswith("https://") for run in (*RUNS, *NOT_PLANNED))
+
+
+@needs_transformers_5
+@pytest.mark.parametrize("number", CHEAP)
+def test_a_run_that_is_planned_again_is_the_record_s(number: int):
+    (run,) = (run for run in RUNS if run.number == number)
+    again = compare.planned(run)
+    assert {name: again[name] for name in ("allocated", "reserved")} == {
+        name: RECORD[str(number)][name] for name in ("allocated", "reserved")
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "median", "worst"), [("one GPU, allocated, compiled", 0.01, 0.021), ("FSDP2", 0.01, 0.12)]
+)
+def test_errors_are_as_small_as_the_page_says(group: str, median: float, worst: float):
+    errors = sorted(abs(compare.error(run, RECORD[str(run.number)])) for run in RUNS if run.group.startswith(group))
+    assert errors[len(errors) // 2] <= median
+    assert errors[-1] <= worst
+
+
+def test_a_report_becomes_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    model, batch = own_model.tiny()
+    plan = lowtide.plan(model, batch=batch, device="H100", policy="recompute", optimizer="sgd")
+    report = json.loads(report_of(plan))
+    assert (report["settings"], report["policy"]) == ({"optimizer": "sgd"}, "recompute")
+    assert reports.rows_of(report) == [], "nothing is measured yet"
+    planned = report["planned"]["allocated_bytes"]
+    report["measured"] |= {"allocated_bytes": planned * 2, "gpu": "H100", "source": "https://example.org/run"}
+    (row,) = reports.rows_of(report)
+    assert row.startswith("| [Own, its own batch, recompute](https://example.org/run) | one GPU, allocated | ")
+    assert row.endswith("| -50.0% |")
