@@ -182,7 +182,7 @@ def test_outlier_columns_of_all_tokens_are_refused(int8_products):
     expected = quantized.step(model, ids)
     with lowtide.apply(model, "recompute"):
         assert are_identical(quantized.step(model, ids), expected)
-    with lowtide.apply(model, "tile(mlp, tokens=8)"), pytest.raises(NotTokenWiseError, match="base_layer.state'"):
+    with lowtide.apply(model, "tile(mlp, tokens=8)"), pytest.raises(NotTokenWiseError, match=r"base_layer\.state'"):
         model(input_ids=ids, use_cache=False)
 
 
