@@ -58,9 +58,10 @@ def nf4_config(dtype: torch.dtype = torch.float32, *, double: bool = True, stora
     )
 
 
-def int8(dtype: torch.dtype, **sizes: int) -> nn.Module:
+def int8(dtype: torch.dtype, *, threshold: float = 6.0, **sizes: int) -> nn.Module:
     pytest.importorskip("bitsandbytes")
-    return _loaded(transformers.BitsAndBytesConfig(load_in_8bit=True), dtype, sizes)
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    return _loaded(config, dtype, sizes)
 
 
 def _torchao(make: Callable[[object], object]) -> Callable[[torch.dtype], nn.Module]:
