@@ -50,6 +50,8 @@ def target(kind: str, frames: int, height: int, width: int, rank: int = 32) -> T
     with torch.device("meta"):
         model = transformer(kind).requires_grad_(False).to(torch.bfloat16)
         model.add_adapter(peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=LORA))
+        for parameter in (one for one in model.parameters() if one.requires_grad):
+            parameter.data = parameter.data.float()  # as PEFT makes them beside weights in bf16
         latents = torch.empty(1, CHANNELS, (frames - 1) // 4 + 1, height // 8, width // 8, dtype=torch.bfloat16)
         batch = {"noisy": latents, "velocity": torch.empty_like(latents), **conditions(kind)}
     return FlowMatching(model).train(), {**batch, "timestep": torch.tensor([500], device="cpu")}

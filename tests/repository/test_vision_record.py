@@ -64,8 +64,8 @@ def test_the_plans_on_the_page_are_those_stored():
     rows = cells("plan")
     assert {name for name, *_ in rows} == {f"`{name}`" for name in PLANS["plans"]}
     for factory, policy, *shown in rows:
-        plan = PLANS["plans"][factory.strip("`")]
-        (stored,) = (row for row in plan["rows"] if row["policy"] == policy.strip("`"))
+        plans = PLANS["plans"][factory.strip("`")]
+        (stored,) = (plan for plan in plans if plan["policy"] == policy.strip("`"))
         host = format_bytes(stored["host_bytes"]) if stored["host_bytes"] else ""
         verdict = "fits" if stored["fits"] else "no"
         assert shown == [verdict, format_bytes(stored["device_bytes"]), host, f"{stored['seconds']:.0f} s"], policy
