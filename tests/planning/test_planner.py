@@ -71,7 +71,7 @@ def test_a_plan_finds_the_fastest_policy_that_fits_and_it_can_be_applied(cache: 
     assert plan.why_not_faster is not None
     assert "too much" in plan.why_not_faster
     assert sum(plan.owners.values()) == plan.peak_bytes
-    assert plan.timeline
+    assert len({point["bytes"]["weights"] for point in plan.timeline}) == 1, "weights stay until the step is over"
     assert json.loads(plan.to_json())["policy"] == plan.best.policy
     assert "recompute" in told
     assert any("4096 tokens are more than the 2048 positions" in note for note in plan.notes)
