@@ -69,9 +69,9 @@ def test_a_plan_finds_the_fastest_policy_that_fits_and_it_can_be_applied(cache: 
     assert not any("tile(mlp, loss)" in candidate.policy for candidate in plan.candidates)
     assert any("tile(mlp, loss) is left out: no call is long enough" in note for note in plan.notes)
     assert plan.why_not_faster is not None
-    assert "too much" in plan.why_not_faster
+    assert "too much" in plan.why_not_faster or "less than a headroom of 0.05" in plan.why_not_faster
     assert sum(plan.owners.values()) == plan.peak_bytes
-    assert plan.timeline
+    assert len({point["bytes"]["weights"] for point in plan.timeline}) == 1, "weights stay until the step is over"
     assert json.loads(plan.to_json())["policy"] == plan.best.policy
     assert "recompute" in told
     assert any("4096 tokens are more than the 2048 positions" in note for note in plan.notes)
@@ -95,7 +95,7 @@ def test_a_given_policy_is_the_only_one(cache: Path):
 
 
 def test_a_budget_that_nothing_fits_says_what_the_least_is():
-    plan = lowtide.plan(CONFIG, tokens=2048, device="L40S", budget="1.5GiB")
+    plan = lowtide.plan(CONFIG, tokens=2048, device="L40S", budget="2.3GiB")
     assert not plan.fits
     assert plan.policy is None
     assert plan.least.device_bytes == min(candidate.device_bytes for candidate in plan.candidates)

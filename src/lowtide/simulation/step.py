@@ -152,9 +152,10 @@ def _record_rank(
             ledger.claim(tensor, "batch", "")
         _train(model, batch, ledger, tracker, parallel, optimizers, keep_output=job.keep_output)
         ended = ledger.clock.synchronize()
+        events = list(ledger.events)  # what the end of the simulation frees is no part of the step
         report = applied.report()
     return Recording(
-        events=ledger.events,
+        events=events,
         start=start,
         seconds=ended - began,
         busy=dict(ledger.clock.busy),
