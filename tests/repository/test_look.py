@@ -1,4 +1,4 @@
-"""One look: the pages of plan, audit, zoo, trace, self-test and of an applied policy share their style and colours."""
+"""One look: the pages of plan, planner, audit, zoo, trace, self-test and of an applied policy share style and colours."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def test_all_pages_are_looked_at():
         "applied.html",
         "audit.html",
         "plan.html",
+        "planner.html",
         "selftest.html",
         "trace.html",
         "zoo.html",

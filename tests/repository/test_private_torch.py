@@ -51,6 +51,7 @@ OF_OTHERS = {
     "_from_config",
     "_getframe",
     "_replace",
+    "_set_gradient_checkpointing",
     "_supports_sdpa",
 }
 """Private by their look, and not torch's: named tuples, the interpreter, transformers."""

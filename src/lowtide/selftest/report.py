@@ -24,7 +24,8 @@ def as_text(record: Record) -> str:
     lines = [headline(record)]
     for stage in record.stages:
         lines.append(f"[{stage.name}] {QUESTIONS[stage.name]} {stage.verdict} ({stage.seconds:.0f} s)")
-        lines += [f"  {SIGNS.get(row.verdict, row.verdict) if row.verdict else '':<5} {row.name}: {row.summary}" for row in stage.rows]
+        signs = [SIGNS.get(row.verdict, row.verdict.upper()) if row.verdict else "" for row in stage.rows]
+        lines += [f"  {sign:<5} {row.name}: {row.summary}" for sign, row in zip(signs, stage.rows, strict=True)]
         lines += [f"  not run: {stage.why}"] if stage.why else []
     return "\n".join(lines)
 

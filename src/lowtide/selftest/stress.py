@@ -16,6 +16,7 @@ import torch
 
 import lowtide
 from lowtide import simdevice
+from lowtide._torch import sleep_on_cuda
 from lowtide.auditing.comparison import compare, relative_errors
 from lowtide.auditing.result import Verdict
 from lowtide.regions import find_regions
@@ -135,7 +136,7 @@ class _Sleeper:
         stream = self._chance.choice([*streams, torch.accelerator.current_stream(self._device)])
         with stream:
             if self._device.type == "cuda":
-                torch.cuda._sleep(self._chance.randrange(_CYCLES))  # type: ignore[no-untyped-call]
+                sleep_on_cuda(self._chance.randrange(_CYCLES))
                 return
             for _ in range(self._chance.randrange(1, 5)):
                 self._matrix(stream).matmul(self._matrix(stream))

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._torch import update_each
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -94,9 +96,9 @@ class FusedAdamW(torch.optim.Optimizer):
         if not updated:
             return
         with torch.no_grad():
-            torch._foreach_add_(updated, [parameter.grad for parameter in updated])
+            update_each(updated, [parameter.grad for parameter in updated])
             if states := [tensor for parameter in updated for tensor in self.state[parameter].values()]:
-                torch._foreach_mul_(states, 1)
+                update_each(states)
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
