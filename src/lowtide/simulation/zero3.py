@@ -97,11 +97,11 @@ class Zero3(Parallel):
         share = -(-sum(parameter.numel() for parameter in self._trained) // self._job.data_ranks)
         size = min(share, _SUBGROUP)
         width = max((parameter.itemsize for parameter in self._trained), default=0)
-        joined = self._ledger.hold(size * width, "optimizer", "")
-        converted = self._ledger.hold(size * 4, "optimizer", "") if self._job.masters else lambda: None
+        widths = [width, 4] if self._job.masters else [width]
+        copies = [self._ledger.hold(size * width, "optimizer", "") for width in widths]
         super().step_optimizer(optimizers)
-        converted()
-        joined()
+        for release in copies:
+            release()
 
     def _numel(self, name: str) -> int:
         return sum(parameter.numel() for parameter in self._units[name])
