@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from lowtide.targets.job import Job
 
 
+aten = torch.ops.aten
+
+
 class Optimizers:
     """The job's optimizer over a rank's weights: a single one, or one for each weight whose step is in backward."""
 
@@ -94,9 +97,9 @@ class FusedAdamW(torch.optim.Optimizer):
         if not updated:
             return
         with torch.no_grad():
-            torch._foreach_add_(updated, [parameter.grad for parameter in updated])
+            aten._foreach_add_.List(updated, [parameter.grad for parameter in updated])
             if states := [tensor for parameter in updated for tensor in self.state[parameter].values()]:
-                torch._foreach_mul_(states, 1)
+                aten._foreach_mul_.Scalar(states, 1)
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
