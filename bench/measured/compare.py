@@ -96,8 +96,8 @@ def main() -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for run, figures in zip(runs, pool.map(planned, runs), strict=True):
             record[str(run.number)] = figures
+            DATA.write_text(json.dumps(dict(sorted(record.items(), key=lambda item: int(item[0]))), indent=1) + "\n")
             print(f"{run.number:4} {run.group:34} {run.what:60} {run.gib:8.3f} {error(run, figures):+7.1%}", flush=True)
-    DATA.write_text(json.dumps(dict(sorted(record.items(), key=lambda item: int(item[0]))), indent=1) + "\n")
     if len(record) < len(RUNS):
         return
     PAGE.write_text(page(record))

@@ -489,7 +489,7 @@ TRANSFORMERS_RUNS = [
         measured="allocated",
         kind="FSDP2",
         model="bench.measured.models:qwen2",
-        settings={"tokens": 128, "batch_size": 2, "keep_output": True, **_FSDP2},
+        settings={"tokens": 128, "batch_size": 2, "keep_output": True, **_FSDP2, "reduce_dtype": "bf16"},
     ),
     *(
         Run(

@@ -844,17 +844,6 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def update_each(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None = None) -> None:
-    """Write all tensors in one kernel, and read `others` with them, as fused optimizers do; the numbers mean nothing.
-
-    `torch._foreach_add_` and `torch._foreach_mul_`, 2.10. Public replacement: none.
-    """
-    if others is None:
-        torch._foreach_mul_(list(tensors), 1)
-    else:
-        torch._foreach_add_(list(tensors), list(others))
-
-
 def sleep_on_cuda(cycles: int) -> None:
     """Let the current CUDA stream wait for so many cycles of its clock.
 

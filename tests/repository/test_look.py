@@ -1,4 +1,4 @@
-"""One look: the pages of plan, planner, audit, zoo, trace, self-test and of an applied policy share style and colours."""
+"""One look: the pages of plan, planner, audit, zoo, trace, self-test and applied policy share style and colours."""
 
 from __future__ import annotations
 

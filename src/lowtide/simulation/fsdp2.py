@@ -3,11 +3,11 @@
 Weights exist as shards alone, in float32 if the job has `masters` (`MixedPrecisionPolicy(param_dtype=bfloat16)`), and
 are gathered in the type of the products. Each region is a unit, and everything outside all regions is the root's, which
 stays gathered until backward is over. With `units="ends"`, what comes before the regions is one unit and what comes
-after them another, as in torchtitan. The unit that backward needs first stays gathered; without
-`reshard`, all do.
+after them another, as in torchtitan. The unit that backward needs first stays gathered; without `reshard`, all do.
 
 An all-gather writes into a buffer of a stream of its own, out of which compute copies the weights. In forward that
-buffer lives until the next unit's copy, in backward only until its own; in backward, the next unit is gathered ahead.
+buffer lives until the next unit's copy, or the end of forward. In backward it lives until its own copy, and the next
+unit is gathered ahead.
 When a unit's backward is over, its gradients are copied into a buffer in the type of the reduction, which lives until
 the next unit's reduction begins; what the reduction returns, the sharded gradients, is allocated on its own stream.
 Source: `FSDPParamGroup.wait_for_unshard` and `.post_backward`, and `foreach_all_gather` and `foreach_reduce`, in
@@ -60,11 +60,12 @@ class Fsdp2(Parallel):
     def begin_forward(self) -> None:
         self._unshard(_ROOT, "forward")
 
+    def begin_backward(self) -> None:
+        self._free_last()
+
     def enter(self, name: str, phase: str) -> None:
-        if phase == "backward":
-            self._free_last()
-            if self._has_ends and name == self._order[-1]:
-                self._end_unit(_HEAD)
+        if phase == "backward" and self._has_ends and name == self._order[-1]:
+            self._end_unit(_HEAD)
         self._unshard(name, phase)
         if self._has_ends and self._job.reshard and phase == "forward" and name == self._order[0]:
             self._reshard(_ROOT)
@@ -95,7 +96,6 @@ class Fsdp2(Parallel):
         self._reduce(self._units[name])
 
     def end_backward(self) -> None:
-        self._free_last()
         for releases in (self._whole, self._buffers):
             while releases:
                 releases.popitem()[1]()

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import update_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lowtide.simulation.ledger import Ledger
     from lowtide.targets.job import Job
+
+
+aten = torch.ops.aten
 
 
 class Optimizers:
@@ -96,9 +98,9 @@ class FusedAdamW(torch.optim.Optimizer):
         if not updated:
             return
         with torch.no_grad():
-            update_each(updated, [parameter.grad for parameter in updated])
+            aten._foreach_add_.List(updated, [parameter.grad for parameter in updated])
             if states := [tensor for parameter in updated for tensor in self.state[parameter].values()]:
-                update_each(states)
+                aten._foreach_mul_.Scalar(states, 1)
 
 
 class OffloadedAdamW(torch.optim.Optimizer):

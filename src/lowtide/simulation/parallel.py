@@ -147,6 +147,9 @@ class Parallel:
     def begin_forward(self) -> None:
         """Prepare the weights outside all regions."""
 
+    def begin_backward(self) -> None:
+        """Free what was only there for forward."""
+
     def enter(self, name: str, phase: str) -> None:
         """Prepare the weights of a region that is about to run."""
 

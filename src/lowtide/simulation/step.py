@@ -235,6 +235,7 @@ def _train(
     if not keep_output:
         del output
     ledger.phase = "backward"
+    parallel.begin_backward()
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
     output = None

@@ -97,11 +97,10 @@ class Zero3(Parallel):
         share = -(-sum(parameter.numel() for parameter in self._trained) // self._job.data_ranks)
         size = min(share, _SUBGROUP)
         width = max((parameter.itemsize for parameter in self._trained), default=0)
-        held = [self._ledger.hold(size * width, "optimizer", "")]
-        if self._job.masters:
-            held.append(self._ledger.hold(size * 4, "optimizer", ""))
+        widths = [width, 4] if self._job.masters else [width]
+        copies = [self._ledger.hold(size * width, "optimizer", "") for width in widths]
         super().step_optimizer(optimizers)
-        for release in reversed(held):
+        for release in copies:
             release()
 
     def _numel(self, name: str) -> int:
