@@ -3,8 +3,8 @@
 A `detach`, a `torch.no_grad` or an `item` in a model's own code cuts the parameters before it off: they never train,
 with or without checkpointing, and the loss may fall all the same. A parameter that the batch does not use has no
 gradient either. An experiment tells the two apart: a parameter is changed a little, and forward runs again. If the loss
-changes, and by a smaller change as well, it depends on the parameter, and the gradient is missing. A parameter that only
-picks an index (the encoder of a codebook, under `argmin`) makes the loss jump, and has no gradient by nature.
+changes, and by a smaller change as well, it depends on the parameter, and the gradient is missing. A parameter that
+only picks an index (the encoder of a codebook, under `argmin`) makes the loss jump, and has no gradient by nature.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lowtide.auditing.reference import Reference
 
 _NAME = "parameters reached"
-_MOST_TRIALS = 24
-"""How many parameters are changed, each with up to three forwards of its own. Of more than these, every second or third is."""
+_MOST_TRIALS = 48
+"""How many parameters are changed, each with up to three forwards of its own. Of more, every second or third is."""
 
 
 def reached(reference: Reference) -> CheckResult:
