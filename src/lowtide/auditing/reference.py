@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from lowtide.auditing.step import Experiment
 
 _LITTLE = 0.02
+_CHANGES = (_LITTLE, _LITTLE / 16, _LITTLE / 16)
+"""How much a parameter is changed, in relation to its size: the smaller changes tell a slope from a jump."""
 _NUDGES = 2
 
 
@@ -88,16 +90,25 @@ class Reference:
         return largest_gradient(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
 
     def parameters_that_change_the_loss(self, names: Sequence[str]) -> list[str]:
-        """Change each of these parameters a little, run forward, and return those with which the loss changes."""
+        """Return which of these parameters the loss depends on, by changing them a little and running forward.
+
+        All are changed together first: mostly the loss stays, and that is all. A parameter on which it depends moves it
+        by a smaller change as well. One that only picks an index, such as a code or an expert, mostly does not, and has
+        no gradient by nature.
+        """
+        noise = 4 * float((self._loss() - self.first.loss).abs())
+        if not self._changes_the_loss(names, noise, _LITTLE, seed=0):
+            return []
+        return [
+            name
+            for name in names
+            if all(self._changes_the_loss([name], noise, size, seed=seed) for seed, size in enumerate(_CHANGES))
+        ]
+
+    def _changes_the_loss(self, names: Sequence[str], noise: float, size: float, *, seed: int) -> bool:
         parameters = dict(named_parameters(self.model))
-        loss = self.first.loss
-        noise = 4 * float((self._loss() - loss).abs())
-        found = []
-        for name in names:
-            with changed_a_little(parameters[name]):
-                if not float((self._loss() - loss).abs()) <= noise:  # so that NaN counts as a change
-                    found.append(name)
-        return found
+        with changed_a_little([parameters[name] for name in names], size, seed):
+            return not float((self._loss() - self.first.loss).abs()) <= noise  # so that NaN counts as a change
 
     def _loss(self) -> Tensor:
         with without_torch_checkpoint(self.model), self.experiment.prepared(self.model):
@@ -199,18 +210,20 @@ def nudge(model: nn.Module, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def changed_a_little(parameter: nn.Parameter) -> Iterator[None]:
-    """Add noise of a fiftieth of a parameter's size to it; put its bits back afterwards."""
-    before = parameter.detach().clone()
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+def changed_a_little(parameters: Sequence[nn.Parameter], size: float, seed: int) -> Iterator[None]:
+    """Add noise to parameters, in relation to their size; put their bits back afterwards."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        parameter.add_(noise, alpha=_LITTLE * (float(before.float().square().mean().sqrt()) or 1.0))
+        for parameter in parameters:
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.add_(noise, alpha=size * (float(parameter.float().square().mean().sqrt()) or 1.0))
     try:
         yield
     finally:
         with torch.no_grad():
-            parameter.copy_(before)
+            for parameter, held in zip(parameters, before, strict=True):
+                parameter.copy_(held)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 A `detach`, a `torch.no_grad` or an `item` in a model's own code cuts the parameters before it off: they never train,
 with or without checkpointing, and the loss may fall all the same. A parameter that the batch does not use has no
 gradient either. An experiment tells the two apart: a parameter is changed a little, and forward runs again. If the loss
-changes, it depends on the parameter, and the gradient is missing.
+changes, and by a smaller change as well, it depends on the parameter, and the gradient is missing. A parameter that
+only picks an index (the encoder of a codebook, under `argmin`) makes the loss jump, and has no gradient by nature.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _NAME = "parameters reached"
 _MOST_TRIALS = 48
-"""How many parameters are changed, each with a forward of its own. Of more than these, every second or third is."""
+"""How many parameters are changed, each with up to three forwards of its own. Of more, every second or third is."""
 
 
 def reached(reference: Reference) -> CheckResult:
@@ -62,7 +63,7 @@ def _reasons(reference: Reference, names: list[str]) -> dict[str, list[str]]:
         elif not reference.first.forward_calls[name.rpartition(".")[0]]:
             reason = "in modules that forward never calls"
         else:
-            reason = "in modules whose result the loss does not depend on"
+            reason = "in modules whose result the loss does not depend on, or only by an index that they pick"
         found[reason].append(name)
     return dict(found)
 
