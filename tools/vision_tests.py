@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "vision.json"
 PLANS = ROOT / "docs" / "video_plans.json"
 PACKAGES = ("torch", "diffusers", "timm", "peft")
-FACTORIES = ("wan_14b_480p", "wan_14b_720p", "hunyuan_13b_720p")
+FACTORIES = ("wan_14b_720p", "hunyuan_13b_720p")
 POLICIES = ("recompute", "recompute+offload", "recompute(keep=attention)+offload")
 DEVICE = "H100"
 
