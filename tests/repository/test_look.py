@@ -20,7 +20,9 @@ COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}\b(?!;)|rgb|hsl|:\s*(?:white|black|gr[ae]
 
 
 def test_all_pages_are_looked_at():
-    assert [page.name for page in PAGES] == ["applied.html", "audit.html", "plan.html", "trace.html", "zoo.html"]
+    assert [page.name for page in PAGES] == [
+        *("applied.html", "audit.html", "plan.html", "planner.html", "trace.html", "zoo.html")
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
