@@ -133,6 +133,23 @@ def test_the_readme_shows_a_plan_of_the_tables():
     assert f'lowtide.apply(model, "{plan["best"]}")' in shown
 
 
+def test_the_readmes_facts_are_those_of_the_records():
+    text = (ROOT / "README.md").read_text()
+    (zoo,) = (ROOT / "docs/zoo").glob("lowtide-on-transformers-5*.json")
+    rows = next(
+        case["rows"]
+        for case in json.loads((ROOT / "docs/longest.json").read_text())
+        if (case["case"]["model"], case["case"]["device"]) == ("Qwen3-8B", "RTX 4090")
+    )
+    assert [f"{row['tokens']:,}" for row in rows] == ["31,744", "145,408"]
+    assert all(f"{row['tokens']:,}" in text for row in rows)
+    page = (ROOT / "docs/zoo.md").read_text().partition("## Lowtide's engine on the same models")[2]
+    audited = re.search(r"\| audited \| (\d+) \|", page)[1]
+    assert f"Of the {audited} architectures" in text
+    assert "No check failed." in page
+    assert zoo.exists()
+
+
 def test_the_readme_names_the_tested_versions():
     rows = dict(
         re.findall(r"^\| (\w+) \| (\d[\d.]* \| \d[^|,]*?)(?:,.*)? \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
