@@ -10,7 +10,7 @@ from lowtide.hardware.calibration import Measured
 from lowtide.selftest import plans
 from lowtide.selftest.bench import open_bench
 
-RATES = Measured(matmul=8e10, attention=4e10, attention_backward=3e10, memory=1e10, link=5e8, link_to_host=5e8)
+RATES = Measured(matmul=8e9, attention=4e9, attention_backward=3e9, memory=1e9, link=5e7, link_to_host=5e7)
 
 
 def compared(policy: str, planned: float, measured: float) -> plans.Comparison:

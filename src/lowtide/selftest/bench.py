@@ -27,10 +27,10 @@ DEVICES = ("cuda", "xpu", "npu", "mps", "sim", "cpu")
 
 EMULATED: dict[str, Any] = {
     "memory": 2 * 2**30,
-    "flops": 1e11,
-    "bandwidth": 2e10,
-    "h2d": 1e9,
-    "d2h": 1e9,
+    "flops": 1e10,
+    "bandwidth": 2e9,
+    "h2d": 1e8,
+    "d2h": 1e8,
     "launch": 5e-6,
     "on_violation": "record",
 }
