@@ -156,7 +156,7 @@ TORCHTITAN = [
         what="Llama 3 8B, 8192 tokens, selective, 64 GPUs",
         settings={**_WITH_ENDS, "ranks": 64},
         arguments={"fused_norm": True},
-        note="not explained: the smaller share of 64 ranks accounts for 13.1 of the 16.4 GiB between this run and that on 8",
+        note="not explained: shares of 64 ranks make 13.1 of the 16.4 GiB between this run and that on 8",
     ),
     _titan(
         45,
