@@ -111,9 +111,17 @@ def _trl_selective(model: nn.Module) -> _Flag:
 
 
 def _accelerate(model: nn.Module) -> None:
+    """Wrap the layers that the model declares. Some declare more than they have, which the plugin refuses by name."""
     fsdp = _package("accelerate.utils.fsdp_utils")
+    there = {type(module).__name__ for module in model.modules()}
+    layers = [name for name in getattr(model, "_no_split_modules", None) or () if name in there]
+    if not layers:
+        raise CannotAuditError(f"{type(model).__name__} declares no layers for accelerate's plugin to wrap")
     plugin = _package("accelerate").FullyShardedDataParallelPlugin(
-        fsdp_version=2, activation_checkpointing=True, auto_wrap_policy="transformer_based_wrap"
+        fsdp_version=2,
+        activation_checkpointing=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=layers,
     )
     fsdp.fsdp2_apply_ac(types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin)), model)
 

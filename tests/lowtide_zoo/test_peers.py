@@ -65,6 +65,9 @@ def test_a_survey_of_a_peer():
 def test_what_a_library_cannot_set_up_is_said():
     with pytest.raises(CannotAuditError, match="does not support gradient checkpointing"):
         audit_peer("trl", torch.nn.Linear(4, 4), (torch.ones(2, 4),))
+    pytest.importorskip("accelerate")
+    with pytest.raises(CannotAuditError, match="declares no layers for accelerate's plugin to wrap"):
+        audit_peer("accelerate", torch.nn.Linear(4, 4), (torch.ones(2, 4),))
     pytest.importorskip("peft")
     with pytest.raises(CannotAuditError, match="peft, k-bit cannot prepare Identity"):
         audit_peer("peft-kbit", torch.nn.Identity(), (torch.ones(2, 4),))
