@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.selftest import read_record
-from lowtide.selftest.report import QUESTIONS
+from lowtide.selftest.report import QUESTIONS, word_for
 
 if TYPE_CHECKING:
     from lowtide.selftest import Record, Row
@@ -66,7 +66,7 @@ def _summary(found: dict[str, Record]) -> str:
             packages["torch"],
             record.environment["lowtide"],
             record.date,
-            *(record[stage].verdict for stage in QUESTIONS),
+            *(word_for(record[stage]) for stage in QUESTIONS),
             f"[{'quick' if record.quick else 'full'}](hardware/{name})",
         ]
         lines.append(f"| {' | '.join(cells)} |")

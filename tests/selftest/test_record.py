@@ -18,7 +18,7 @@ from lowtide.selftest.bench import open_bench
 from lowtide.selftest.environment import describe
 from lowtide.selftest.page import as_html
 from lowtide.selftest.record import without_paths
-from lowtide.selftest.report import as_text
+from lowtide.selftest.report import as_text, word_for
 from lowtide.selftest.thresholds import THRESHOLDS, Thresholds
 
 ENVIRONMENT = {"device": {"name": "Card", "type": "cuda"}, "packages": {"torch": "2.13.0"}}
@@ -109,6 +109,7 @@ def test_text_and_page_show_every_row_and_reason():
     text = as_text(shown)
     assert "ok    a row: as it should be" in text
     assert "not run: <one> process" in text
+    assert word_for(StageResult(name="peers", rows=[row(None)])) == "measured"
     page = as_html(shown)
     assert "&lt;one&gt; process" in page
     assert "peaks-frees" in page, "the chart of peaks"

@@ -89,13 +89,13 @@ def _keep(record: Record, to: Path) -> None:
 
 
 def _print(record: Record) -> None:
-    from lowtide.selftest.report import QUESTIONS, headline
+    from lowtide.selftest.report import QUESTIONS, headline, word_for
 
     console = Console(highlight=False)
     console.print(f"[bold]{escape(headline(record))}[/]")
     for stage in record.stages:
         colour = _COLOURS[stage.verdict]
-        console.print(f"\n[bold]{stage.name}[/]  {QUESTIONS[stage.name]} [{colour}]{stage.verdict}[/]")
+        console.print(f"\n[bold]{stage.name}[/]  {QUESTIONS[stage.name]} [{colour}]{word_for(stage)}[/]")
         for row in stage.rows:
             word = f"[{_COLOURS[row.verdict]}]{row.verdict}[/] " if row.verdict else ""
             print_paragraph(console, f"  {word}[dim]{escape(row.name)}:[/] {escape(row.summary)}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowtide.auditing.report import SIGNS
+from lowtide.auditing.report import SIGNS, Verdict
 
 if TYPE_CHECKING:
-    from lowtide.selftest.record import Record
+    from lowtide.selftest.record import Record, StageResult
 
 QUESTIONS = {
     "right": "Are the gradients right?",
@@ -19,11 +19,16 @@ QUESTIONS = {
 }
 
 
+def word_for(stage: StageResult) -> str:
+    """Return a stage's verdict; `measured` if it has rows of which none is judged."""
+    return "measured" if stage.rows and stage.verdict is Verdict.NOT_APPLICABLE else str(stage.verdict)
+
+
 def as_text(record: Record) -> str:
     """Write a record for a terminal or a file."""
     lines = [headline(record)]
     for stage in record.stages:
-        lines.append(f"[{stage.name}] {QUESTIONS[stage.name]} {stage.verdict} ({stage.seconds:.0f} s)")
+        lines.append(f"[{stage.name}] {QUESTIONS[stage.name]} {word_for(stage)} ({stage.seconds:.0f} s)")
         signs = [SIGNS.get(row.verdict, row.verdict.upper()) if row.verdict else "" for row in stage.rows]
         lines += [f"  {sign:<5} {row.name}: {row.summary}" for sign, row in zip(signs, stage.rows, strict=True)]
         lines += [f"  not run: {stage.why}"] if stage.why else []
