@@ -48,7 +48,8 @@ Seconds come from data sheets and typical efficiencies: we claim only the order 
 ## Beside published figures
 
 [unslothai/unsloth, pull request 4077](https://github.com/unslothai/unsloth/pull/4077)
-(4240 has replaced it since) reports Qwen3-VL-4B with LoRA on eight L40S under DDP, with recompute, offload to the host, and tiled MLPs.
+(4240 has replaced it since) reports Qwen3-VL-4B with LoRA on eight L40S under DDP, with
+recompute, offload to the host, and tiled MLPs.
 
 | tokens | published | planned: recompute+offload+tile(loss) | planned: recompute+offload+tile |
 |---|---|---|---|
