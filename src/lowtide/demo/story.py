@@ -1,4 +1,4 @@
-"""Tells the demo's four acts. All but the plan, which is kept, is measured now; an act that goes wrong ends the demo."""
+"""Tells the demo's four acts. All but the plan, which is kept, is measured now; an act that goes wrong ends it all."""
 
 from __future__ import annotations
 
