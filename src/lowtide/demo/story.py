@@ -1,4 +1,4 @@
-"""Tells the demo's four acts. Every figure was measured in this run, and an act that goes wrong ends the demo."""
+"""Tells the demo's four acts. All but the plan, which is kept, is measured now; an act that goes wrong ends it all."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def at_full_size(console: Console) -> None:
     """Plan the real model that the small one stands for: no weights are loaded, and no GPU is needed."""
     asked = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in FULL_SIZE.items() if name != "model")
     console.rule("[bold]4  And at full size?", align="left")
-    console.print(f"[bold]lowtide plan {FULL_SIZE['model']} {asked}[/]  [dim](about a minute)[/]")
+    console.print(f"[bold]lowtide plan {FULL_SIZE['model']} {asked}[/]  [dim](about a minute, the first time)[/]")
     with progress_bar(console, "building the model") as show:
         plan = lowtide.plan(**FULL_SIZE, progress=show)  # type: ignore[arg-type]
     table = Table("fits", "policy", "needs", "host", "step, estimated", box=None, pad_edge=False)
