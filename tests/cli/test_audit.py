@@ -140,7 +140,7 @@ def test_the_text_is_that_of_print(run):
 
 def test_a_factory_that_fails_shows_its_traceback_if_asked(run):
     plain = CliRunner().invoke(app, ["audit", "factories_of_a_test:raises"])
-    assert plain.stderr.strip().endswith("no model today. lowtide -v audit ... shows the traceback")
+    assert plain.stderr.strip().endswith("no model today (lowtide -v shows where)")
     verbose = CliRunner().invoke(app, ["-v", "audit", "factories_of_a_test:raises"])
     assert verbose.exit_code == 2
     assert "in raises" in verbose.stderr

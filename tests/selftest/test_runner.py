@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from lowtide import simdevice
 from lowtide.cli import app
-from lowtide.errors import InvalidValueError
+from lowtide.errors import InvalidValueError, LowtideError
 from lowtide.selftest import StageResult, frees, peers, ranks, read_record, run, runner
-from lowtide.selftest.child import ChildError, output_of
+from lowtide.selftest.child import output_of
 from lowtide.selftest.record import Row
 
 
@@ -136,9 +136,9 @@ def test_one_process_says_how_to_test_several(small_bench):
 
 
 def test_a_child_that_fails_says_why():
-    with pytest.raises(ChildError, match="exit code 1: ValueError: because"):
+    with pytest.raises(LowtideError, match="exit code 1: ValueError: because"):
         output_of(["-c", "raise ValueError('because')"], timeout=60)
-    with pytest.raises(ChildError, match="no answer within 0 s"):
+    with pytest.raises(LowtideError, match="no answer within 0 s"):
         output_of(["-c", "import time; time.sleep(60)"], timeout=0.2)
     assert output_of(["-c", "print(1); print(2)"], timeout=60) == "2"
 

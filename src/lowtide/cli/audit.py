@@ -45,7 +45,6 @@ _NO_ANSWER = ("failed to run", "timed out")
 """Records of the zoo that say nothing about the engine. One that was refused or not built has its reason."""
 
 
-_MORE = ". lowtide -v audit ... shows the traceback"
 _logger = logging.getLogger(__name__)
 
 
@@ -166,7 +165,7 @@ def audit(
             code = _audit_one(str(target), unusual, engine, policy, checks, seed, device, given, output, to)
     except LowtideError as error:
         _logger.debug("the audit could not run", exc_info=error)
-        give_up(str(error) + (_MORE if error.__cause__ is not None and not _logger.isEnabledFor(logging.DEBUG) else ""))
+        give_up(str(error))
     raise typer.Exit(code)
 
 

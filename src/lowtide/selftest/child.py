@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class ChildError(LowtideError):
-    """A process of the self-test ended without an answer."""
-
-
 def output_of(arguments: Sequence[str], *, timeout: float) -> str:
     """Return the last line that `python -m ...` prints; end its whole process group on a timeout or an interrupt."""
     with subprocess.Popen(  # noqa: S603  (our own modules)
@@ -32,12 +28,12 @@ def output_of(arguments: Sequence[str], *, timeout: float) -> str:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            raise ChildError(f"no answer within {timeout:.0f} s") from error
+            raise LowtideError(f"no answer within {timeout:.0f} s") from error
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     lines = [line for line in out.splitlines() if line.strip()]
     if process.returncode != 0 or not lines:
         reasons = [line for line in err.splitlines() if "Error" in line] or ["it said nothing"]
-        raise ChildError(f"ended with exit code {process.returncode}: {reasons[-1].strip()}")
+        raise LowtideError(f"ended with exit code {process.returncode}: {reasons[-1].strip()}")
     return lines[-1]

@@ -18,8 +18,9 @@ import torch
 
 import lowtide
 from lowtide.compat import installed_version
+from lowtide.errors import LowtideError
 from lowtide.selftest.bench import give_back
-from lowtide.selftest.child import ChildError, output_of
+from lowtide.selftest.child import output_of
 from lowtide.selftest.meters import NO_PEAKS, StepMemory, seconds_of, step_memory
 from lowtide.selftest.models import workload
 from lowtide.selftest.record import Row, StageResult, without_paths
@@ -137,7 +138,7 @@ def _peer_row(bench: Bench, name: str, peer: Peer) -> Row:
             memory, seconds = json.loads(output_of(arguments, timeout=_TIMEOUT))
             return _row(name, StepMemory(**memory), seconds)
         return _row(name, *measure(bench, peer.enter))
-    except ChildError as error:
+    except LowtideError as error:
         return Row(name=name, verdict=None, summary=without_paths(f"did not run: {error}"))
     except Exception as error:  # noqa: BLE001  (whatever another package raises)
         return Row(name=name, verdict=None, summary=without_paths(f"raises {type(error).__name__}: {error}"))

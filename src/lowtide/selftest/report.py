@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowtide.auditing.report import SIGNS, Verdict
+from lowtide.auditing.report import SIGNS
+from lowtide.auditing.result import Verdict
 
 if TYPE_CHECKING:
     from lowtide.selftest.record import Record, StageResult
