@@ -63,7 +63,7 @@ def test_hooks_run_what_make_lint_runs():
 
 
 def test_the_workflow_runs_make_targets_and_installs_nothing_itself():
-    (workflow,) = (ROOT / ".github/workflows").glob("*.yml")
+    workflow = ROOT / ".github/workflows/checks.yml"
     (job,) = yaml.safe_load(workflow.read_text())["jobs"].values()
     matrix = job["strategy"]["matrix"]
     assert {*matrix["target"], *(row["target"] for row in matrix["include"])} <= TARGETS
@@ -71,6 +71,15 @@ def test_the_workflow_runs_make_targets_and_installs_nothing_itself():
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     versions = {name.rpartition(" ")[2] for name in classifiers if re.search(r"Python :: 3\.\d+$", name)}
     assert set(matrix["python"]) == versions
+
+
+def test_nothing_is_published_before_a_person_turns_it_on():
+    for name, last in (("release", "publish"), ("docs", "deploy")):
+        workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        assert workflow["jobs"][last]["if"] == "vars.PUBLISH == 'true'"
+        runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+        assert {run.removeprefix("make ") for run in runs if run.startswith("make ")} <= TARGETS
 
 
 @pytest.mark.parametrize(
