@@ -95,6 +95,15 @@ def test_the_container_installs_by_make():
     assert re.search(r"^\.venv/\.dev:", MAKEFILE, re.MULTILINE)
 
 
+def test_nothing_is_published_before_a_person_turns_it_on():
+    for name, last in (("release", "publish"), ("docs", "deploy")):
+        workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        assert workflow["jobs"][last]["if"] == "vars.PUBLISH == 'true'"
+        runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+        assert {run.removeprefix("make ") for run in runs if run.startswith("make ")} <= TARGETS
+
+
 @pytest.mark.parametrize(
     "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[0-9]*.yml")), ids=lambda form: form.stem
 )

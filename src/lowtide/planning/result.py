@@ -163,6 +163,8 @@ class Plan:
         """Return what is too large, in words; None if something fits."""
         if self.fits:
             return None
+        if len(self.candidates) == 1:
+            return self.candidates[0].limit
         if self.least is not None:
             return f"the least is {self.least.policy}, which {self.least.limit}"
         taken, margins = self.summary.resident_bytes, self.margins.total
@@ -210,7 +212,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.summary.name} ({self.summary.model_class}), {self.job.size}, {self.where}:"]
         lines += [
-            f"  {c.verdict:5}  {format_bytes(c.device_bytes):>10}  {_seconds(c):8.3g} s  {c.policy}"
+            f"  {c.verdict:5} {format_bytes(c.device_bytes):>10}  {_seconds(c):8.3g} s  {c.policy}"
             for c in self.candidates
         ]
         lines += [f"  {why}: {candidate.policy}" for why, candidate in self.recommended]
