@@ -23,6 +23,7 @@ from torch import nn
 from lowtide._torch import have_buffers, no_dispatch_modes, parts_of, uncompiled
 from lowtide.attributes import NO_ATTRIBUTES, AttributeHabits, AttributeLook
 from lowtide.buffers import Snapshot
+from lowtide.checkpointing.rewrites import Rewrites
 from lowtide.errors import InPlaceError
 from lowtide.noted_hooks import NotedHooks
 from lowtide.randomness import HostRandomState
@@ -50,6 +51,7 @@ class Habits:
         self.looks_left = LOOKS
         self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.attributes = AttributeHabits()
+        self.rewrites = Rewrites()
         self.draws_on_host = False
         """Whether it draws from Python's or NumPy's generator."""
 
@@ -113,6 +115,8 @@ class ForwardState:
         """Note everything, before the forward."""
         parts, habits, is_forward = parts_of(self.modules), self._habits, self._is_forward
         self._weights = weights_in(parts, skip_first=is_forward)
+        if habits.rewrites:
+            self._weights = habits.rewrites.noted(self._weights)
         if have_buffers(parts):
             self._before = Snapshot(parts)
         self._hooks = NotedHooks(parts[1:] if is_forward else parts)
@@ -128,13 +132,15 @@ class ForwardState:
             self._finish(self._look)
         if self._before is not None:
             self._buffers, self._before = self._before.noted(self._habits.writes_unseen), None
+        if rewrites := self._habits.rewrites:
+            rewrites.count(rewrites.expected(self._weights))
         self._weights = without_moved(self._weights)
 
     def is_as_noted(self) -> bool:
         """Return whether the modules hold what was noted, and a second forward changes nothing that must be kept."""
         if self._look is not None:  # the forward itself asks for a gradient, and with it for a second forward
             self._learn(self._look)
-        if self._before is not None or self._buffers is not None or self._random is not None:
+        if self._before is not None or self._buffers is not None or self._random is not None or self._habits.rewrites:
             return False
         are_hooks_as_noted = self._hooks is None or self._hooks.are_unchanged()
         return are_hooks_as_noted and are_as_noted(self._weights) and self._attributes.are_unchanged()
@@ -149,8 +155,12 @@ class ForwardState:
         refuse_saved = None
         buffers = self._buffers if self._before is None else self._before.noted(self._habits.writes_unseen)
         with contextlib.ExitStack() as stack:
-            if not are_as_noted(self._weights):
-                refuse_saved = stack.enter_context(as_in_forward(self._weights, self._name, sees_saved=sees_saved))
+            weights = self._weights
+            if rewrites := self._habits.rewrites:
+                weights = rewrites.expected(weights)
+                stack.enter_context(rewrites.counted(weights))
+            if not are_as_noted(weights):
+                refuse_saved = stack.enter_context(as_in_forward(weights, self._name, sees_saved=sees_saved))
             if self._hooks is not None and not self._hooks.are_unchanged():
                 stack.enter_context(self._hooks.restored())
             if buffers is not None:
@@ -182,6 +192,7 @@ class ForwardState:
         self._habits.looks_left -= 1
         with no_dispatch_modes():
             look.check_weights(self._name)
+        self._habits.rewrites.learn(self._weights)
         self._learn(look)
         self._habits.draws_on_host |= self._random != HostRandomState()
         self._random = self._random if self._habits.draws_on_host else None
