@@ -15,7 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide._torch import version_if_any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, MutableMapping
+
+    import torch
 
     from lowtide.weights import Weight
 
@@ -24,9 +26,9 @@ class Rewrites:
     """How far a region's own runs have moved the versions of weights whose numbers they left alone."""
 
     def __init__(self) -> None:
-        self._each = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._each: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         """The most versions by which one run moves a weight."""
-        self._so_far = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._so_far: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         """By how many versions all runs have moved it."""
 
     def __bool__(self) -> bool:
