@@ -26,9 +26,9 @@ class Rewrites:
     """How far a region's own runs have moved the versions of weights whose numbers they left alone."""
 
     def __init__(self) -> None:
-        self._each: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._each: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """The most versions by which one run moves a weight."""
-        self._so_far: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._so_far: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """By how many versions all runs have moved it."""
 
     def __bool__(self) -> bool:
