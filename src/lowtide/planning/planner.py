@@ -365,7 +365,7 @@ class _Planner:
                 f"offload may take {format_bytes(self._limits.host)} of host memory per rank: set host_budget "
                 "(--host-budget) to what this machine has"
             )
-        for tile in self._idle_tiles:
+        for tile in sorted(self._idle_tiles):
             less = "as tile(loss)" if "loss" in Policy.parse(tile).tile else "as no tiles"
             notes.append(f"{tile} is left out: no call is long enough to be cut, so it does the same {less}")
         for reason in filter(None, dict.fromkeys(self._inapplicable.values())):

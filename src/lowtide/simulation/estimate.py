@@ -61,14 +61,11 @@ def exact_estimate(policy: str, recording: Recording) -> Estimate:
         owners[owner.kind] = owners.get(owner.kind, 0) + size
         by_kind = regions.setdefault(owner.region, {})
         by_kind[owner.kind] = by_kind.get(owner.kind, 0) + size
-    requests = requests_of(recording)
-    expandable = recording.expandable_segments
-    reserved = reserved_bytes(requests, expandable=expandable)
-    least = least_expandable_capacity if expandable else least_capacity
+    needed, reserved = _allocator_bytes(recording, peak.nbytes)
     return Estimate(
         policy=policy,
         peak_bytes=peak.nbytes,
-        needed_bytes=least(requests, peak.nbytes, reserved),
+        needed_bytes=needed,
         reserved_bytes=reserved,
         host_bytes=pinned_for(recording.stored_bytes),
         seconds=recording.seconds,
@@ -125,5 +122,13 @@ def extrapolated_estimate(policy: str, model: Extrapolation) -> Estimate:
 def _above_peak(recording: Recording) -> tuple[int, int]:
     """Return what a caching allocator needs above the allocated peak, and what it reserves without a limit."""
     peak = max(peaks_by_moment(recording).values())
-    reserved = reserved_bytes(recording.events)
-    return least_capacity(recording.events, peak, reserved) - peak, reserved - peak
+    needed, reserved = _allocator_bytes(recording, peak)
+    return needed - peak, reserved - peak
+
+
+def _allocator_bytes(recording: Recording, peak: int) -> tuple[int, int]:
+    """Return the least capacity with which a caching allocator gets through, and what it reserves without a limit."""
+    requests, expandable = requests_of(recording), recording.expandable_segments
+    reserved = reserved_bytes(requests, expandable=expandable)
+    least = least_expandable_capacity if expandable else least_capacity
+    return least(requests, peak, reserved), reserved
