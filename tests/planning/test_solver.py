@@ -153,5 +153,5 @@ def test_regions_that_no_policy_changes_get_no_rule_of_their_own():
     ]
     choice = solve(dataclasses.replace(costs, regions=[*tower, *costs.regions]), 40, PLENTY, link_rate=1e9)
     chosen = [choice.region_policies[f"layers.{place}"] for place in range(4)]
-    most = max(set(chosen), key=chosen.count)
-    assert {choice.region_policies[region.name] for region in tower} == {most}
+    (of_tower,) = {choice.region_policies[region.name] for region in tower}
+    assert chosen.count(of_tower) == max(map(chosen.count, chosen))
