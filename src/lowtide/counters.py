@@ -31,7 +31,7 @@ class RegionLedger:
     declined_bytes: int = 0
     """Bytes that a store had no room for."""
     inner_bytes: int = 0
-    """Bytes that its first recompute saved, without weights: what plain training keeps from forward to backward."""
+    """Bytes that its first recompute saved, without weights, inputs and kept outputs, which its forward left alive."""
     kept_outputs: int = 0
     """Outputs of operators that were kept in forward, by `recompute(keep=...)`."""
     recalled_outputs: int = 0

@@ -13,6 +13,7 @@ import lowtide
 from lowtide.applying import guard, region_runtime
 from lowtide.counters import RegionLedger
 from lowtide.errors import CacheError, SilentNoOpError
+from support import needs_zoo
 
 
 class Skippable(nn.Module):
@@ -258,6 +259,66 @@ def test_a_block_that_was_replaced_by_a_copy_is_named(x):
         assert again is not applied
         model(x)[-1].sum().backward()
         assert [region.recomputes for region in again.report().regions] == [1] * 3
+
+
+def test_blocks_that_were_all_replaced_by_copies_are_named(x):
+    applied = lowtide.apply(model := Stack(), "recompute")
+    model.layers = copy.deepcopy(model.layers)
+    with pytest.raises(SilentNoOpError, match=r"'layers\.0', 'layers\.1' and 1 more were replaced"):
+        model(x)
+    assert [region.forwards for region in applied.report().regions] == [0] * 3
+
+
+def test_a_block_that_is_replaced_by_a_copy_in_a_later_step_is_told_once(x):
+    applied = lowtide.apply(model := Stack(), "recompute")
+    model(x)[-1].sum().backward()
+    model.layers[2] = copy.deepcopy(model.layers[2])
+    with pytest.warns(UserWarning, match=r"'layers\.2' was replaced after the policy was applied") as told:
+        model(x)[-1].sum().backward()
+    model(x)[-1].sum().backward()
+    assert len(told) == 1
+    assert [region.recomputes for region in applied.report().regions] == [3, 3, 1]
+
+
+def test_copies_that_stand_elsewhere_or_come_after_the_policy_are_no_alarm(x):
+    applied = lowtide.apply(model := Stack(), "recompute")
+    copy.deepcopy(model)(x)[-1].sum().backward()  # a model of its own, as for a moving average
+    reference = copy.deepcopy(model.layers[0])
+    reference(x).sum().backward()
+    applied.remove()
+    model.layers[1] = copy.deepcopy(reference)
+    model(x)[-1].sum().backward()
+
+
+@needs_zoo
+def test_a_head_that_grew_under_a_tiled_loss_is_named():
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    lowtide.apply(model, "recompute+tile(loss, loss_tokens=4)")
+    model.resize_token_embeddings(40)
+    ids = torch.arange(16)[None]
+    with pytest.raises(SilentNoOpError, match=r"'lm_head' was replaced after the policy was applied"):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+@needs_zoo
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_transformers_flag_that_is_switched_on_after_the_policy_is_told():
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    lowtide.apply(model, "recompute")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    ids = torch.arange(16)[None]
+    with pytest.warns(UserWarning, match="ran inside a backward: a reentrant checkpoint"):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
 class FakeCache:

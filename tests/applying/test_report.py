@@ -12,10 +12,13 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import InvalidValueError
+from lowtide.units import format_bytes
 from support.browser import needs_browser, show
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from lowtide.applying.report import Report
 
 
 def blocks(count: int = 3) -> nn.Sequential:
@@ -124,3 +127,55 @@ def test_a_browser_shows_the_report(applied: lowtide.Applied, tmp_path: Path, sc
     assert shown.answer == {"rows": 3, "bars": 6, "loaded": []}
     assert shown.console == []
     assert sum(shown.pixel(4, 4)) > 700 if scheme == "light" else sum(shown.pixel(4, 4)) < 100
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "recompute",
+        "recompute(keep=attention)",
+        "recompute+offload(disk={})",
+        "recompute(keep=attention)+offload(disk={})",
+    ],
+)
+def test_saved_bytes_are_those_that_a_trace_of_the_plain_model_has_more(policy: str, tmp_path: Path):
+    plain, _ = traced_llama(None)
+    saved, report = traced_llama(policy.format(tmp_path))
+    assert report.saved_per_step == pytest.approx(plain - saved, rel=2e-3)  # what blocks share is counted for each
+    assert f"saves {format_bytes(report.saved_per_step)} of device memory per step" in report.summary()
+    assert report.logged_figures()["saved_bytes"] == report.saved_per_step
+
+
+@pytest.mark.parametrize("tiles", ["mlp", "attention, mlp"])
+def test_what_tiles_save_is_said_to_be_more(tiles: str):
+    plain, _ = traced_llama(None)
+    saved, report = traced_llama(f"recompute+tile({tiles}, tokens=64)")
+    assert 0 < report.saved_per_step < plain - saved
+    assert f"saves at least {format_bytes(report.saved_per_step)}" in report.summary()
+
+
+def test_a_policy_of_tiles_alone_tells_of_its_tiles():
+    model = blocks(2)
+    with lowtide.apply(model, "tile(mlp, tokens=8)", regions=["0", "1"]) as applied:
+        assert "nothing was recomputed, moved or run in tiles yet" in str(applied)
+        model(torch.randn(32, 64)).square().mean().backward()
+        report = applied.report()
+        tiles, calls = (sum(getattr(ledger, name) for ledger in report.tiles) for name in ("tiles", "calls"))
+        assert tiles > calls > 0
+        assert str(applied).splitlines()[1:] == [
+            "what its tiles save of device memory is not counted",
+            f"0 recomputes so far, {tiles} tiles in {calls} calls",
+        ]
+
+
+def traced_llama(policy: str | None) -> tuple[int, Report | None]:
+    """Return the bytes that a step of a small Llama saved by its trace, and the report of its policy."""
+    needs = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    model = needs.LlamaForCausalLM(needs.LlamaConfig(num_hidden_layers=3, **sizes)).train()
+    applied = None if policy is None else lowtide.apply(model, policy)
+    ids = torch.arange(256)[None] % 64
+    with lowtide.trace(model) as trace:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return trace.saved_bytes, None if applied is None else applied.report()

@@ -40,6 +40,18 @@ def runs(trace: lowtide.Trace, phase: str) -> list[str]:
     return [span.region for span in trace.spans if span.phase == phase and span.region]
 
 
+# Who recomputes
+
+
+def test_a_policy_of_tiles_does_not_hide_somebody_elses_recomputes():
+    model = Checkpointed(reentrant=False)
+    with lowtide.apply(model, "tile(mlp, tokens=8)"), lowtide.trace(model) as seen:
+        model(batch()).square().mean().backward()
+    regions = seen.by_region()
+    assert [(region.forwards, region.recomputes) for region in regions] == [(1, 1)] * LAYERS
+    assert all(region.tile_reruns for region in regions)
+
+
 # What is saved
 
 

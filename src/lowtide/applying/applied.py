@@ -125,6 +125,12 @@ class Applied:
         inside = set() if model is None else set(model.modules())
         return [name for name, module in self._parts if model is not None and module() not in inside]
 
+    def note_copy(self, module: nn.Module) -> None:
+        """Let the guard object if a copy of a region is trained in this model; copies elsewhere run plainly."""
+        model = self._model()
+        if self._seams and model is not None and any(part is module for part in model.modules()):
+            self._guard.object_to_replaced()
+
     @overload
     def report(self) -> Report: ...
     @overload

@@ -140,6 +140,15 @@ class Guard:
         if not self._has_checked_first:
             self._caches.note(cache, layers, name)
 
+    def object_to_replaced(self) -> None:
+        """Refuse to train modules that were replaced before the first backward; warn if it was later."""
+        replaced = self.find_replaced()
+        if not replaced:
+            return
+        if self._strict and not self._has_checked_first:
+            raise SilentNoOpError(_replaced(replaced))
+        self.warn_once(_replaced(replaced))
+
     def warn_once(self, message: str) -> None:
         """Warn, unless the same was said before; what is in brackets may differ."""
         topic = message.partition("(")[0]

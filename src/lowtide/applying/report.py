@@ -40,7 +40,7 @@ class RegionReport:
     restored_bytes: int
     declined_bytes: int
     inner_bytes: int = 0
-    """Bytes that its first recompute saved: what plain training keeps from forward to backward."""
+    """Bytes that its first recompute saved and its forward had let go: plain training keeps them until backward."""
     kept_outputs: int = 0
     """Outputs of operators that were kept, by `recompute(keep=...)`."""
     recalled_outputs: int = 0
@@ -50,9 +50,11 @@ class RegionReport:
 
     @property
     def saved_per_step(self) -> int:
-        """Bytes that the device does not hold between a forward and its backward, against plain training."""
-        passes = max(1, self.forwards)
-        return self.inner_bytes - self.kept_bytes // passes if self.recomputes else self.packed_bytes // passes
+        """Bytes that the device does not hold between a forward and its backward, against plain training.
+
+        What a module that runs in tiles would have saved as a whole is not known, and not among them.
+        """
+        return self.inner_bytes + self.packed_bytes // max(1, self.forwards)
 
     @property
     def keeps_outputs(self) -> bool:
@@ -91,18 +93,24 @@ class Report:
 
     @property
     def saved_per_step(self) -> int:
-        """Bytes that the regions do not hold on the device, against plain training; tiles save more beside them."""
+        """Bytes that the regions do not hold on the device, against plain training; tiles save more than is counted."""
         return sum(region.saved_per_step for region in self.regions)
 
     def summary(self) -> str:
         """Return what happened in three lines: the policy, what it saves, and what it costs."""
         ran = [region for region in self.regions if region.forwards]
+        tiled = [ledger for ledger in self.tiles if ledger.tiles > ledger.calls]
         lines = [f"policy {self.policy}: {len(self.regions)} regions, of which {len(ran)} ran"]
-        if not any(region.recomputes or region.packed_bytes for region in ran):
-            return f"{lines[0]}\nno backward has run yet"
+        if not any(region.recomputes or region.packed_bytes for region in ran) and not tiled:
+            return f"{lines[0]}\nnothing was recomputed, moved or run in tiles yet"
         moved = sum(region.packed_bytes // max(1, region.forwards) for region in ran)
-        saves = f"saves {format_bytes(self.saved_per_step)} of device memory per step against plain training"
+        least = "at least " if tiled else ""
+        saves = f"saves {least}{format_bytes(self.saved_per_step)} of device memory per step against plain training"
+        if not self.saved_per_step:
+            saves = "what its tiles save of device memory is not counted"
         costs = f"{sum(region.recomputes for region in ran)} recomputes so far"
+        if tiled:
+            costs += f", {sum(ledger.tiles for ledger in tiled)} tiles in {sum(ledger.calls for ledger in tiled)} calls"
         if moved:
             saves += f", {format_bytes(moved)} of it by moving"
             costs += f", {format_bytes(self.peak_host_bytes)} of host memory at the peak"

@@ -67,6 +67,9 @@ class Handle(Protocol):
     def remove(self) -> None:
         """Remove the seams."""
 
+    def note_copy(self, module: nn.Module) -> None:
+        """Take note that a copy of a module with a seam is trained, which the policy does not act on."""
+
 
 class Seam:
     """Takes the place of one module's `forward`, and does what its runtime says."""
@@ -75,6 +78,8 @@ class Seam:
         self.runtime = runtime
         self.handle = handle
         """The handle that installed this seam; None once it is removed, and in copies."""
+        self.copied_from: weakref.ref[Handle] | None = None
+        """In a copy that has not been trained yet: the handle of what was copied."""
         self.replaced = _below_ended_seams(module.__dict__.get("forward"))  # somebody else's, if there was one
         self._module = weakref.ref(module)
         self._compiled: _Compiled | None = None
@@ -102,9 +107,18 @@ class Seam:
             forward = self._compiled.forward
         elif compiler is not None:
             forward = CompiledCall(forward, compiler)
+        if self.copied_from is not None and module.training and torch.is_grad_enabled():
+            self._tell_of_copy(module)
         if self.runtime is None or not self.runtime.is_active(module):
             return forward(*args, **kwargs)
         return self.runtime.run(module, forward, args, kwargs)
+
+    def _tell_of_copy(self, module: nn.Module) -> None:
+        """Tell the handle once that this copy is trained: it may stand where the original was."""
+        handle = None if self.copied_from is None else self.copied_from()
+        self.copied_from = None
+        if handle is not None:
+            handle.note_copy(module)
 
     @property
     def is_activation_policy(self) -> bool:
@@ -171,7 +185,7 @@ class Seam:
         return {"module": self._module(), "replaced": self.replaced}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.runtime = self.handle = self._compiled = None
+        self.runtime = self.handle = self._compiled = self.copied_from = None
         self.replaced = state["replaced"]
         self._module = weakref.ref(state["module"])
 
@@ -179,6 +193,7 @@ class Seam:
         twin = Seam.__new__(Seam)
         memo[id(self)] = twin
         twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        twin.copied_from = self.copied_from if self.handle is None else weakref.ref(self.handle)
         return twin
 
 

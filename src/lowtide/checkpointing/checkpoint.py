@@ -360,15 +360,24 @@ class _Replay:
         self._ledger.recomputes += 1
         try:
             if state is None or state.is_as_noted():
-                return self._run_again(args, kwargs)
+                return self._run_again(tensors, args, kwargs)
             with state.restored(sees_saved=checkpoint_hooks() is not None) as refuse_saved:
-                return self._run_again(args, kwargs, refuse_saved)
+                return self._run_again(tensors, args, kwargs, refuse_saved)
         except RuntimeError as error:
             raise recomputation_stop(error) from error
 
-    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_saved: RefuseSaved | None = None) -> Any:
-        is_first = self._ledger.recomputes == 1
-        is_noted = note_saved(self.versions, SavedBytes(self._ledger, refuse_saved) if is_first else refuse_saved)
+    def _run_again(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refuse_saved: RefuseSaved | None = None,
+    ) -> Any:
+        if self._ledger.recomputes == 1:
+            refuse_saved = saved = SavedBytes(self._ledger, refuse_saved, inputs)
+            if self.kept is not None:
+                self.kept.outputs.on_recall = saved.leave_out
+        is_noted = note_saved(self.versions, refuse_saved)
         try:
             if self.kept is None:
                 return self._function(*args, **kwargs)

@@ -20,6 +20,8 @@ from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lowtide.checkpointing.kept_operators import KeptOperators
     from lowtide.checkpointing.schedule import Packed, RegionCall
     from lowtide.counters import RegionLedger
@@ -37,6 +39,8 @@ class KeptOutputs:
         self.ledger = ledger
         self.call: RegionCall | None = None
         """The region's call in a schedule, if what is kept is offloaded with its inputs."""
+        self.on_recall: Callable[[list[torch.Tensor]], None] | None = None
+        """Told of the tensors of each output that is recalled, if anybody wants to know."""
         self._entries: dict[Any, list[_Entry | None]] = collections.defaultdict(list)
         self._newest: tuple[_Entry, list[int]] | None = None
         """The output that was kept last, and the storages of its tensors."""
@@ -80,7 +84,7 @@ class KeptOutputs:
                 f"x += 1, or leave {entry.operator} out of keep="
             )
         self.ledger.recalled_outputs += 1
-        return entry.get()
+        return entry.get(self.on_recall)
 
     def position(self, key: Any) -> int | None:
         """Return which product of a function's call was kept, if one was."""
@@ -122,11 +126,13 @@ class _Entry(NamedTuple):
         is_packed_changed = any(packed.is_changed for packed in self.packed)
         return is_packed_changed or any(version_of(probe) != version for probe, version in self.probes)
 
-    def get(self) -> Any:
-        """Return the output, as new tensors over the same memory."""
+    def get(self, on_recall: Callable[[list[torch.Tensor]], None] | None) -> Any:
+        """Return the output, as new tensors over the same memory, of which `on_recall` is told."""
         if self.state is not None:
             self.state.set()
         tensors = [alias_of(packed.get()) for packed in self.packed]
+        if on_recall is not None:
+            on_recall(tensors)
         return tensors[0] if self.tree is None else self.tree.unflatten(tensors)
 
 

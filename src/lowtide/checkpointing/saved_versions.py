@@ -29,7 +29,7 @@ from lowtide._torch import (
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from lowtide.counters import RegionLedger
     from lowtide.weights import RefuseSaved
@@ -51,12 +51,20 @@ def check_handed_out(region: str, versions: dict[int, int]) -> bool:
 
 
 class SavedBytes:
-    """Counts the bytes of what a recompute saves, each memory once and without weights; then asks `refuse_saved`."""
+    """Counts the bytes of what a recompute saves, each memory once; then asks `refuse_saved`.
 
-    def __init__(self, ledger: RegionLedger, refuse_saved: RefuseSaved | None) -> None:
+    Weights do not count, nor what was there before the recompute: the region's inputs, and outputs that it has kept.
+    """
+
+    def __init__(self, ledger: RegionLedger, refuse_saved: RefuseSaved | None, inputs: Iterable[torch.Tensor]) -> None:
         self._ledger = ledger
         self._refuse_saved = refuse_saved
         self._seen: set[int] = set()
+        self.leave_out(inputs)
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the memory of these tensors. A wrapper of other tensors has none."""
+        self._seen.update(storage_key(tensor.untyped_storage()) for tensor in tensors if type(tensor) is torch.Tensor)
 
     def __call__(self, tensor: torch.Tensor) -> None:
         if self._refuse_saved is not None:

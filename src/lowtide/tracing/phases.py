@@ -12,6 +12,7 @@ one begins.
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import sys
 from pathlib import Path
@@ -79,6 +80,8 @@ class PhaseTracker:
     def __init__(self, regions: Iterable[str], clock: Callable[[], float], on_move: Callable[[Moment], None]) -> None:
         self.moment = Moment("between", "")
         self.spans: list[Span] = []
+        self.called_again: collections.Counter[str] = collections.Counter()
+        """How often each region itself was called in a backward: somebody's checkpoint runs it again."""
         self.in_optimizer = False
         self._regions = set(regions)
         self._clock = clock
@@ -164,6 +167,7 @@ class PhaseTracker:
         del module, args
         task = graph_task_id()
         if task >= 0:
+            self.called_again[name] += name in self._regions
             self._begin_recompute(name, task)
         elif not name:
             self._calls.clear()  # an interrupt may have left some

@@ -104,6 +104,7 @@ class _Recorder:
             regions=names,
             events=self._ledger.events,
             spans=self._tracker.spans,
+            called_again=self._tracker.called_again,
             moves=self._ledger.moves,
         )
 

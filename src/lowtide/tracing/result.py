@@ -87,6 +87,8 @@ class Trace:
     counted: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """The recomputes and the tiles that ran again by an applied policy's own count, by region. Looked at from outside,
     both are code that runs again in backward."""
+    called_again: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """How often each region itself was called in backward, which a policy does not do, but a checkpoint around it."""
 
     @property
     def peak_bytes(self) -> int:
@@ -136,7 +138,7 @@ class Trace:
             RegionTrace(
                 name=name,
                 forwards=runs["forward", name],
-                recomputes=self.counted.get(name, (runs["recompute", name], 0))[0],
+                recomputes=self._recomputes(name, runs["recompute", name]),
                 tile_reruns=self.counted.get(name, (0, 0))[1],
                 saved_bytes=self.saved.get(name, 0),
                 recomputed_bytes=recomputed[name],
@@ -148,6 +150,12 @@ class Trace:
             )
             for name in self.regions
         ]
+
+    def _recomputes(self, name: str, seen: int) -> int:
+        """Return how often a region was recomputed: by its policy's count, by a checkpoint around it, or as `seen`."""
+        if name not in self.counted:
+            return seen
+        return self.counted[name][0] or self.called_again[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the single events, which `to_memory_viz` writes."""
