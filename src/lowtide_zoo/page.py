@@ -58,7 +58,7 @@ def as_json(records: list[Record]) -> str:
 
 
 def as_html(records: list[Record]) -> str:
-    """Render the page. This needs the `html` extra, of which plotly is not used."""
+    """Render the page. This needs the `html` extra."""
     engines: dict[str, list[Record]] = {}
     for record in records:
         engines.setdefault(record.engine, []).append(record)

@@ -47,7 +47,6 @@ def test_an_unknown_format_is_refused(applied: lowtide.Applied, name: str):
 
 
 def test_the_page_has_every_region_with_its_policy(applied: lowtide.Applied):
-    pytest.importorskip("plotly", reason="the html extra is not installed")
     page = applied.report(format="html")
     assert page == applied.report().to_html()
     for region in applied.report().regions:
@@ -98,7 +97,6 @@ def test_regions_that_keep_a_different_number_have_lines_of_their_own(keeping: l
 
 
 def test_the_page_tells_kept_outputs_only_where_some_are(keeping: lowtide.Applied, applied: lowtide.Applied):
-    pytest.importorskip("plotly", reason="the html extra is not installed")
     page = keeping.report("html")
     assert "3 recomputes, 4 outputs kept and 2 recalled, 0 B moved to the store" in page
     assert '<th class="number">outputs kept</th><th class="number">outputs recalled</th>' in page
@@ -107,7 +105,6 @@ def test_the_page_tells_kept_outputs_only_where_some_are(keeping: lowtide.Applie
 
 
 def test_a_page_of_a_policy_that_has_not_run(device: str):
-    pytest.importorskip("plotly", reason="the html extra is not installed")
     model = blocks()
     page = lowtide.apply(model, "recompute").report("html")
     assert "3 regions, 0 recomputes" in page
@@ -117,10 +114,9 @@ def test_a_page_of_a_policy_that_has_not_run(device: str):
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_report(applied: lowtide.Applied, tmp_path: Path, scheme: str):
-    pytest.importorskip("plotly", reason="the html extra is not installed")
     probe = """return {
         rows: document.querySelectorAll("table.figures tbody tr").length,
-        bars: document.querySelectorAll("#boundary .bars path").length,
+        bars: document.querySelectorAll("#boundary .bar").length,
         loaded: performance.getEntriesByType("resource").map(e => e.name),
       }"""
     shown = show(applied.report("html"), tmp_path, scheme=scheme, probe=probe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -95,12 +94,6 @@ def test_a_set_up_that_does_not_run_has_a_column_of_its_own():
 def test_each_engine_has_its_table():
     page = as_html([record("a"), record("a", engine="lowtide", verdicts={"recompute": {"outputs": "pass"}})])
     assert re.findall("<h2>(.*?)</h2>", page) == ["transformers", "lowtide"]
-
-
-def test_the_zoo_needs_no_plotly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.io", None)
-    assert "zeta" in as_html(records())
 
 
 @needs_browser

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("jinja2", reason="the html extra is not installed")
-pytest.importorskip("plotly", reason="the html extra is not installed")
 
 
 def test_the_page_has_the_table_the_line_and_the_reasons():
@@ -50,8 +49,8 @@ def test_a_browser_shows_both_charts(tmp_path: Path, scheme: str):
     probe = """return {
         rows: document.querySelectorAll("table.figures tbody tr").length,
         best: document.querySelectorAll("tr.best").length,
-        bars: document.querySelectorAll("#peaks .bars path").length,
-        areas: document.querySelectorAll("#timeline .scatterlayer .trace").length,
+        bars: document.querySelectorAll("#peaks .bar").length,
+        areas: document.querySelectorAll("#timeline .band").length,
         loaded: performance.getEntriesByType("resource").map(e => e.name),
       }"""
     shown = show(make_plan(20 * GIB).to_html(), tmp_path, scheme=scheme, probe=probe)

@@ -15,7 +15,6 @@ from torch.cuda import _memory_viz
 
 import lowtide
 from lowtide import simdevice
-from lowtide.tracing.page import _phase_names
 from models.traced import LAYERS, batch, boundary, stack, step
 from support.browser import needs_browser, show
 
@@ -153,19 +152,10 @@ def test_a_frame_names_the_region(snapshot: dict):
 @pytest.fixture(scope="module")
 def page(seen: lowtide.Trace) -> str:
     pytest.importorskip("jinja2", reason="the html extra is not installed")
-    pytest.importorskip("plotly", reason="the html extra is not installed")
     return seen.to_html()
 
 
-def test_names_of_phases_do_not_run_into_each_other():
-    borders = [(0.0, "forward"), (930.0, "backward"), (960.0, "optimizer"), (970.0, "forward"), (1000.0, "backward")]
-    assert [(word["x"], word["xanchor"]) for word in _phase_names(borders, 1000.0)] == [(0.0, "left"), (930.0, "right")]
-    apart = [(0.0, "forward"), (300.0, "backward"), (850.0, "optimizer"), (1000.0, "forward")]
-    assert [word["text"] for word in _phase_names(apart, 1000.0)] == ["forward", "backward", "optimizer"]
-
-
 def test_an_empty_trace_has_a_page_too():
-    pytest.importorskip("plotly", reason="the html extra is not installed")
     model = stack()
     with lowtide.trace(model) as seen:
         pass
@@ -179,9 +169,10 @@ def test_an_empty_trace_has_a_page_too():
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_charts(page: str, tmp_path: Path, scheme: str):
     probe = """return {
-        kinds: document.querySelectorAll("#kinds .scatterlayer .trace.scatter").length,
-        regions: document.querySelectorAll("#regions .scatterlayer .trace.scatter").length,
-        runs: document.querySelectorAll("#runs .bars path").length,
+        kinds: document.querySelectorAll("#kinds .band").length,
+        dots: new Set([...document.querySelectorAll("#kinds .dot")].map(e => e.getAttribute("fill"))).size,
+        regions: document.querySelectorAll("#regions .band").length,
+        runs: document.querySelectorAll("#runs .bar").length,
         rows: document.querySelectorAll("table.figures tbody tr").length,
         words: [...document.querySelectorAll("#kinds text")].map(e => e.textContent),
         ink: getComputedStyle(document.querySelector("#kinds text")).fill,
@@ -189,7 +180,7 @@ def test_a_browser_shows_the_charts(page: str, tmp_path: Path, scheme: str):
         loaded: performance.getEntriesByType("resource").map(e => e.name),
       }"""
     shown = show(page, tmp_path, scheme=scheme, probe=probe)
-    assert shown.answer["kinds"] == 8 + 2, "kinds of bytes, the allocator and the store"
+    assert (shown.answer["kinds"], shown.answer["dots"]) == (8, 2), "kinds of bytes; the allocator and the store"
     assert shown.answer["regions"] == LAYERS + 1
     assert shown.answer["runs"] >= 3 * LAYERS
     assert shown.answer["rows"] == LAYERS

@@ -11,8 +11,9 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
+from lowtide.charts import Series, columns
 from lowtide.html import KINDS as COLOURS
-from lowtide.html import LEGEND, TEMPLATES, chart, render, unit_for
+from lowtide.html import TEMPLATES, render, unit_for
 from lowtide.modules import ancestors, grouped_name, range_of, stack_of
 from lowtide.units import format_bytes
 
@@ -247,24 +248,9 @@ def _bars(report: Report) -> str | None:
         return None
     unit, factor = unit_for(most)
     names = [region.name for region in report.regions]
-    data = [
-        {
-            "type": "bar",
-            "name": label,
-            "x": names,
-            "y": [getattr(region, figure) / factor for region in report.regions],
-            "marker": {"color": colour},
-            "hovertemplate": f"%{{x}}<br>{label} %{{y:.4~g}} {unit}<extra></extra>",
-        }
-        for figure, (label, colour) in _SERIES.items()
-    ]
-    layout = {
-        "barmode": "stack",
-        "height": 320,
-        "xaxis": {"type": "category", "automargin": True},
-        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "margin": {"l": 60, "r": 16, "t": 40, "b": 40},
-        "legend": LEGEND,
-        "showlegend": True,
-    }
-    return chart(data, layout, name="boundary")
+    series = []
+    for figure, (label, colour) in _SERIES.items():
+        sizes = [getattr(region, figure) for region in report.regions]
+        titles = [f"{name}: {label} {format_bytes(size)}" for name, size in zip(names, sizes, strict=True)]
+        series.append(Series(label, colour, [size / factor for size in sizes], titles))
+    return columns("boundary", names, series, unit=unit, is_stacked=True)

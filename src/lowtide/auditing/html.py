@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.auditing.grades import Grade
 from lowtide.auditing.result import Verdict
-from lowtide.html import COLOURS, TEMPLATES, chart, render, unit_for
+from lowtide.charts import Scale, Series, columns
+from lowtide.html import COLOURS, TEMPLATES, render, unit_for
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ _WORST_FIRST = [
     *map(str, (Verdict.INCONCLUSIVE, Verdict.PASS, Verdict.NOT_APPLICABLE)),
 ]
 _MOST_STACKS = 12
-_BARS, _GAP, _ABOVE, _BELOW = 120, 70, 70, 34
-"""Pixels: the height of a stack's bars, of its axis with the next stack's name, and the margins."""
+_HEIGHT = 120
+"""The height of a stack's columns."""
 
 
 def as_html(report: AuditReport) -> str:
@@ -74,15 +75,20 @@ def _stacks(blocks: Blocks) -> list[dict[str, Any]]:
 
 
 def memory_chart(blocks: dict[str, Blocks]) -> dict[str, Any] | None:
-    """Return the chart as HTML with the number of stacks that it leaves out; None if no block held anything."""
+    """Return a chart for each stack, and how many are left out; None if no block held anything."""
     measured = {mode: found for mode, found in blocks.items() if any(b["plain_bytes"] or b["bytes"] for b in found)}
     if not measured:
         return None
     stacks = _stack_lengths(next(iter(measured.values())))
     shown = dict(list(stacks.items())[:_MOST_STACKS])
     unit, factor = unit_for(_largest_block(measured))
-    html = chart(_bars(measured, shown, factor), _layout(shown, unit), name="memory")
-    return {"html": html, "stacks": len(shown), "left_out": len(stacks) - len(shown)}
+    scale = Scale(_largest_block(measured) / factor, max(shown.values()), _HEIGHT)
+    drawn = {
+        stack or "the model itself": columns(f"memory-{row}", names, series, unit=unit, scale=scale)
+        for row, stack in enumerate(shown)
+        for names, series in [_series(measured, stack, factor)]
+    }
+    return {"drawn": drawn, "stacks": len(shown), "left_out": len(stacks) - len(shown)}
 
 
 def _stack_lengths(blocks: Blocks) -> dict[str, int]:
@@ -100,61 +106,16 @@ def _largest_block(blocks: dict[str, Blocks]) -> int:
     )
 
 
-def _bars(blocks: dict[str, Blocks], stacks: dict[str, int], factor: int) -> list[dict[str, Any]]:
+def _series(blocks: dict[str, Blocks], stack: str, factor: int) -> tuple[list[str], list[Series]]:
+    """Return the names of a stack's blocks, and what they hold in the plain model and in each mode."""
     first = next(iter(blocks.values()))
-    series = [("plain", "plain_bytes", first), *((mode, "bytes", found) for mode, found in blocks.items())]
-    return [
-        _bar(
-            label, figure, [block for block in found if block["stack"] == stack], row=row, colour=colour, factor=factor
-        )
-        for row, stack in enumerate(stacks)
-        for colour, (label, figure, found) in enumerate(series)
-    ]
-
-
-def _bar(label: str, figure: str, blocks: Blocks, *, row: int, colour: int, factor: int) -> dict[str, Any]:
-    axis = "" if row == 0 else str(row + 1)
-    return {
-        "type": "bar",
-        "name": label,
-        "legendgroup": label,
-        "showlegend": row == 0,
-        "x": [block["name"].removeprefix(f"{block['stack']}.") for block in blocks],
-        "y": [block[figure] / factor for block in blocks],
-        "customdata": [f"{block['name']}: {format_bytes(block[figure])}" for block in blocks],
-        "hovertemplate": f"{label}<br>%{{customdata}}<extra></extra>",
-        "marker": {"color": COLOURS[colour % len(COLOURS)]},
-        "xaxis": f"x{axis}",
-        "yaxis": f"y{axis}",
-    }
-
-
-def _layout(stacks: dict[str, int], unit: str) -> dict[str, Any]:
-    inner = _BARS * len(stacks) + _GAP * (len(stacks) - 1)
-    layout: dict[str, Any] = {
-        "barmode": "group",
-        "bargap": 0.3,
-        "height": inner + _ABOVE + _BELOW,
-        "margin": {"l": 60, "r": 16, "t": _ABOVE, "b": _BELOW},
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "top", "yref": "container"},
-        "annotations": [],
-    }
-    widest = max(stacks.values())
-    for row, stack in enumerate(stacks):
-        axis = "" if row == 0 else str(row + 1)
-        top = inner - row * (_BARS + _GAP)
-        layout[f"xaxis{axis}"] = {"type": "category", "anchor": f"y{axis}", "range": [-0.5, widest - 0.5]}
-        layout[f"yaxis{axis}"] = {
-            "domain": [(top - _BARS) / inner, top / inner],
-            "anchor": f"x{axis}",
-            "title": {"text": unit},
-            "rangemode": "tozero",
-            "nticks": 5,
-        } | ({"matches": "y"} if row else {})
-        layout["annotations"].append(_heading(stack or "the model itself", top / inner))
-    return layout
-
-
-def _heading(text: str, top: float) -> dict[str, Any]:
-    place = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom"}
-    return {"text": text, "showarrow": False, **place}
+    names = [block["name"].removeprefix(f"{stack}.") for block in first if block["stack"] == stack]
+    series = []
+    for number, (label, figure, found) in enumerate(
+        [("plain", "plain_bytes", first), *((mode, "bytes", found) for mode, found in blocks.items())]
+    ):
+        members = [block for block in found if block["stack"] == stack]
+        titles = [f"{label}: {block['name']}: {format_bytes(block[figure])}" for block in members]
+        colour = COLOURS[number % len(COLOURS)]
+        series.append(Series(label, colour, [block[figure] / factor for block in members], titles))
+    return names, series

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lowtide.html import COLOURS, LEGEND, TEMPLATES, chart, render, unit_for
+from lowtide.charts import Series, columns
+from lowtide.html import COLOURS, TEMPLATES, render, unit_for
 from lowtide.selftest.report import QUESTIONS
 from lowtide.units import format_bytes
 
@@ -30,7 +31,7 @@ def _charts(record: Record) -> dict[str, str]:
     drawn: dict[str, str] = {}
     for stage, (rows, series) in found.items():
         if rows:
-            drawn[stage] = _bars(rows, series, name=f"peaks-{stage}", with_script=not drawn)
+            drawn[stage] = _bars(rows, series, name=f"peaks-{stage}")
     return drawn
 
 
@@ -38,19 +39,15 @@ def _rows(record: Record, stage: str) -> list[Row]:
     return next((found.rows for found in record.stages if found.name == stage), [])
 
 
-def _bars(rows: list[Row], series: dict[str, str], *, name: str, with_script: bool) -> str:
+def _bars(rows: list[Row], series: dict[str, str], *, name: str) -> str:
     unit, factor = unit_for(max(row.figures[figure] for row in rows for figure in series.values()))
-    data: list[dict[str, Any]] = [
-        {
-            "type": "bar",
-            "name": label,
-            "x": [row.name for row in rows],
-            "y": [row.figures[figure] / factor for row in rows],
-            "customdata": [format_bytes(row.figures[figure]) for row in rows],
-            "hovertemplate": f"{label}: %{{customdata}}<extra></extra>",
-            "marker": {"color": COLOURS[number]},
-        }
+    drawn = [
+        Series(
+            label,
+            COLOURS[number],
+            [row.figures[figure] / factor for row in rows],
+            [f"{row.name}: {label}: {format_bytes(row.figures[figure])}" for row in rows],
+        )
         for number, (label, figure) in enumerate(series.items())
     ]
-    layout = {"barmode": "group", "height": 320, "legend": LEGEND, "yaxis": {"title": {"text": f"peak, {unit}"}}}
-    return chart(data, layout, name=name, with_script=with_script)
+    return columns(name, [row.name for row in rows], drawn, unit=unit)
