@@ -13,6 +13,7 @@ from packaging.version import Version
 from typer.testing import CliRunner
 
 from lowtide import compat
+from lowtide import doctor as examined
 from lowtide.cli import app
 from lowtide.doctor import Fact, Severity, examine
 
@@ -154,6 +155,38 @@ def test_text_is_for_people():
     assert result.exit_code == 0
     assert "emulated device" in result.output
     assert "torch" in result.output
+
+
+@pytest.mark.parametrize(
+    ("severities", "verdict"),
+    [
+        ([], "Lowtide works here, no known trap."),
+        (["note"], "Lowtide works here, but 1 known trap is described above."),
+        (["warning", "note"], "Lowtide works here, but 2 known traps are described above."),
+        (["error", "note"], "Lowtide cannot work here: trap 0."),
+    ],
+)
+def test_the_last_line_is_the_verdict_and_no_path_is_cut(monkeypatch, severities, verdict):
+    path = "/" + "/".join(["a_long_name_of_a_folder"] * 12)
+    hazards = [
+        examined.Hazard(examined.Severity(severity), f"trap {place}", "What happens.", "what to do")
+        for place, severity in enumerate(severities)
+    ]
+    found = examined.Diagnosis([examined.Fact("host", "disk", "1 GiB free", path)], hazards)
+    monkeypatch.setattr(examined, "examine", lambda: found)
+    result = doctor()
+    assert result.output.splitlines()[-1] == verdict
+    assert path in result.output
+    assert result.exit_code == ("cannot" in verdict)
+
+
+def test_a_device_that_does_not_tell_its_memory(sim, monkeypatch):
+    def fail():
+        raise NotImplementedError("getMemoryInfo is not supported")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", fail)
+    memory = next(fact for fact in examined.gather_facts() if (fact.group, fact.name) == ("accelerator", "memory"))
+    assert (memory.value, memory.note) == ("not known", "getMemoryInfo is not supported")
 
 
 def test_a_module_that_patches_on_import_is_caught(tmp_path, monkeypatch):

@@ -64,6 +64,7 @@ def test_files_are_read(machine):
         most_width=16,
         speed=2.5,
         most_speed=32.0,
+        slot_speed=None,
         numa_node=1,
         local_cpus=frozenset([*range(16, 32), *range(48, 64)]),
     )
@@ -147,3 +148,32 @@ def test_little_locked_memory_matters_to_several_ranks(machine, monkeypatch):
     assert hazards(made) == {}
     monkeypatch.setattr(doctor, "accelerator_addresses", lambda: [GPU, GPU])
     assert list(hazards(made)) == ["a process may lock 8 MiB of memory"]
+
+
+def test_a_card_in_a_slot_of_an_older_generation(machine, tmp_path):
+    made = machine()
+    bridge = tmp_path / "sys/devices/pci0000:64/0000:64:01.0"
+    (bridge / GPU).parent.mkdir(parents=True)
+    (tmp_path / CARD).rename(bridge / GPU)
+    (tmp_path / CARD).symlink_to(bridge / GPU)
+    for speed, count in (("32.0 GT/s PCIe", 0), ("16.0 GT/s PCIe", 1)):
+        (bridge / "max_link_speed").write_text(speed)
+        found = [hazard for title, hazard in hazards(made).items() if "its slot" in title]
+        assert len(found) == count
+    assert found[0].title == f"the accelerator at {GPU} can do 32 GT/s, and its slot 16 GT/s"
+    assert "lowtide calibrate" in found[0].remedy
+
+
+def test_in_wsl_the_driver_is_that_of_windows(machine, tmp_path):
+    """No file of Linux tells its version: the program that Windows puts there does."""
+    made = machine(WSL)
+    (tmp_path / "proc/driver/nvidia/version").unlink()
+    assert made.nvidia_driver is None
+    program = tmp_path / "usr/lib/wsl/lib/nvidia-smi"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && echo 581.42 && echo 581.42\n')
+    program.chmod(0o755)
+    assert made.nvidia_driver == "581.42"
+    assert "expandable_segments fails in WSL2 with driver 581.42" in hazards(made)
+    program.write_text("#!/bin/sh\necho 'No devices were found'\n")
+    assert made.nvidia_driver is None

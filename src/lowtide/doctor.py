@@ -121,8 +121,12 @@ def _accelerator() -> list[Fact]:
     if device is None:
         return [Fact("accelerator", "device", "none", "the emulated device needs none")]
     facts = [Fact("accelerator", "device", f"{torch.accelerator.device_count()} x {device.type}", _device_name(device))]
-    free, total = torch.accelerator.get_memory_info()
-    facts.append(Fact("accelerator", "memory", format_bytes(total), f"{format_bytes(free)} free"))
+    try:
+        free, total = torch.accelerator.get_memory_info()
+    except (RuntimeError, NotImplementedError) as error:
+        facts.append(Fact("accelerator", "memory", "not known", str(error).partition("\n")[0]))
+    else:
+        facts.append(Fact("accelerator", "memory", format_bytes(total), f"{format_bytes(free)} free"))
     return [*facts, *_links(Machine())]
 
 
@@ -343,8 +347,8 @@ def _drivers(machine: Machine) -> Iterator[Hazard]:
         yield Hazard(
             Severity.WARNING,
             f"expandable_segments fails in WSL2 with driver {name}",
-            "On some cards the driver refuses to map the allocator's segments, and torch raises an error that looks "
-            "like a lack of memory (pytorch/pytorch#192330).",
+            "On some cards the driver refuses to map the allocator's segments, and torch raises \"CUDA driver error: "
+            'unknown error" (pytorch/pytorch#192330).',
             f"install driver {_WSL_SEGMENTS} or later, or leave expandable_segments out of PYTORCH_ALLOC_CONF",
         )
     if not expandable and not machine.is_wsl:
@@ -359,6 +363,13 @@ def _drivers(machine: Machine) -> Iterator[Hazard]:
 
 def _slow_link(machine: Machine, address: str) -> Iterator[Hazard]:
     found = machine.pci_device(address)
+    if found.slot_speed is not None and found.most_speed is not None and found.slot_speed < found.most_speed:
+        yield Hazard(
+            Severity.NOTE,
+            f"the accelerator at {address} can do {found.most_speed:g} GT/s, and its slot {found.slot_speed:g} GT/s",
+            "The slot is older than the card: copies to and from the host take longer than plans say.",
+            "use a newer slot, if there is one; plan with `lowtide calibrate`'s file, which has the real rate",
+        )
     if found.width is None or found.most_width is None or found.width >= found.most_width:
         return  # the speed says nothing: an idle device lowers it
     yield Hazard(

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class PciDevice:
     speed: float | None
     """Transfers per second, in units of 1e9, which the width multiplies. Devices lower it while they are idle."""
     most_speed: float | None
+    slot_speed: float | None
+    """The most that the other end of the link allows: a slot, or a bridge."""
     numa_node: int | None
     """None if the machine has one node, or does not tell."""
     local_cpus: frozenset[int]
@@ -58,6 +61,7 @@ class Machine:
             most_width=_whole(folder / "max_link_width"),
             speed=_number(folder / "current_link_speed"),
             most_speed=_number(folder / "max_link_speed"),
+            slot_speed=_number(folder.resolve().parent / "max_link_speed"),  # a link leads to where the device is
             numa_node=node,
             local_cpus=frozenset() if node is None else parse_cpus(_text(cpus) or ""),
         )
@@ -97,9 +101,11 @@ class Machine:
 
     @property
     def nvidia_driver(self) -> str | None:
-        """The version of NVIDIA's kernel driver; None where there is none."""
+        """The version of NVIDIA's driver; None where there is none. In WSL2 it is Windows' driver, and no file tells."""
         text = _text(self.root / "proc/driver/nvidia/version") or ""
         found = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", text)
+        if found is None and self.is_wsl:
+            found = re.search(r"^(\d[\d.]*)", _output([str(self.root / _WSL_SMI), *_ASK_FOR_DRIVER]))
         return found[1] if found else None
 
     @property
@@ -107,6 +113,11 @@ class Machine:
         """Whether this is the Windows Subsystem for Linux."""
         release = _text(self.root / "proc/sys/kernel/osrelease") or platform.release()
         return "microsoft" in release.lower()
+
+
+_WSL_SMI = "usr/lib/wsl/lib/nvidia-smi"
+"""Where Windows puts the program into WSL2."""
+_ASK_FOR_DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def accelerator_addresses() -> list[str]:
@@ -130,6 +141,14 @@ def parse_cpus(text: str) -> frozenset[int]:
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
+
+
+def _output(command: list[str]) -> str:
+    """Return what a program prints; nothing if it is not there or does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout  # noqa: S603  (no input from outside)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def _text(path: Path) -> str | None:
