@@ -123,10 +123,9 @@ def _accelerator() -> list[Fact]:
     facts = [Fact("accelerator", "device", f"{torch.accelerator.device_count()} x {device.type}", _device_name(device))]
     try:
         free, total = torch.accelerator.get_memory_info()
+        facts.append(Fact("accelerator", "memory", format_bytes(total), f"{format_bytes(free)} free"))
     except (RuntimeError, NotImplementedError) as error:
         facts.append(Fact("accelerator", "memory", "not known", str(error).partition("\n")[0]))
-    else:
-        facts.append(Fact("accelerator", "memory", format_bytes(total), f"{format_bytes(free)} free"))
     return [*facts, *_links(Machine())]
 
 

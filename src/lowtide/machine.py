@@ -101,7 +101,7 @@ class Machine:
 
     @property
     def nvidia_driver(self) -> str | None:
-        """The version of NVIDIA's driver; None where there is none. In WSL2 it is Windows' driver, and no file tells."""
+        """The version of NVIDIA's driver, in WSL2 that of Windows, which no file tells; None where there is none."""
         text = _text(self.root / "proc/driver/nvidia/version") or ""
         found = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", text)
         if found is None and self.is_wsl:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lowtide.demo import story, training
 from support.foreign_warnings import ignore_warnings_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -66,5 +69,7 @@ def test_the_plan_is_kept_for_the_command_that_asks_the_same(monkeypatch):
     monkeypatch.setattr(story.lowtide, "plan", plan)
     with pytest.raises(story.DemoError, match="enough"):
         story.at_full_size(Console(file=io.StringIO()))
-    assert asked.get("cache", True)
-    assert asked["model"] == story.FULL_SIZE["model"]
+    assert asked.pop("progress")
+    assert asked == story.FULL_SIZE, "the cache is used, and nothing else is asked"
+    options = [f"--{name.replace('_', '-')} {value}" for name, value in asked.items() if name != "model"]
+    assert f"$ lowtide plan {asked['model']} {' '.join(options)}\n" in (ROOT / "README.md").read_text()
