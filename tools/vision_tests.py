@@ -8,6 +8,7 @@ table in `docs/frameworks/diffusion.md` is held to it by a test. With `--plans`,
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "vision.json"
 PLANS = ROOT / "docs" / "video_plans.json"
+WHEEL = ROOT / "tests" / "support" / "torchvision_without_cuda"
+"""Lets torchvision's wheel import beside a torch without CUDA; the tests see to that themselves."""
 PACKAGES = ("torch", "diffusers", "timm", "peft")
 FACTORIES = ("wan_14b_720p", "hunyuan_13b_720p")
-POLICIES = ("recompute", "recompute+offload", "recompute(keep=attention)+offload")
+POLICIES = ("recompute", "recompute+offload", "recompute+offload+tile(mlp)", "recompute(keep=attention)+offload")
 DEVICE = "H100"
 
 
@@ -63,7 +66,12 @@ def plan(factory: str, policy: str) -> dict[str, Any]:
         to = Path(folder) / "plan.json"
         command = [sys.executable, "-W", "ignore", "-m", "lowtide", "plan", f"video_plan:{factory}"]
         options = ["--device", DEVICE, "--policy", policy, "--format", "json", "-o", str(to)]
-        subprocess.run([*command, *options], cwd=ROOT / "examples", check=False)  # 1 says that it does not fit
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(WHEEL), os.environ.get("PYTHONPATH")]))
+        }
+        subprocess.run(  # its code is 1 where the plan does not fit
+            [*command, *options], cwd=ROOT / "examples", env=environment, check=False
+        )
         (candidate,) = json.loads(to.read_text())["candidates"]
     estimate = candidate["estimate"]
     figures = {name: estimate[name] for name in ("policy", "host_bytes", "seconds")}

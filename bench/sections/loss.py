@@ -28,18 +28,20 @@ if TYPE_CHECKING:
 TITLE = "The loss"
 ABOUT = """\
 A head's mean cross entropy and its gradients: {tokens} tokens, {width} wide, {classes} classes, bf16. Peak bytes are
-counted on the emulated device, beyond hidden states, weight and their gradients; matrix products are counted by their
-FLOPs. Liger's own rule makes its chunks {chunk} tokens here. Lowtide uses the same size in one row, and its default in
-the other, which is chosen by bytes and is one tile at this size. Lowtide and TRL sum the weight's gradient in fp32,
-which takes {sums} here; torch (with the options that it chooses itself on an unknown accelerator), DeepSpeed's
-TiledFusedLogitsLoss and unsloth_zoo sum in bf16. DeepSpeed's vocab_parallel_linear_cross_entropy (on one rank, with the
-same chunks) computes the logits a second time in backward, class by class, so that it needs no such sum; its
-chunked_cross_entropy takes whole logits. TRL's head computes them twice, too, in tiles of 4,096 tokens and 8,192
-classes, which is one tile here. Time is measured for forward and backward in fp32 on the CPU, interleaved, and divided
-by the plain loss's. Liger's kernels run on Triton's interpreter here, so they have counts and no time; TRL's run
-without Triton here, by torch's operators; unsloth_zoo's are made to be compiled, and run eagerly here. The weight's
-gradient in bf16 is compared with the one in fp64 from the same numbers. Verdicts are for fp32: for the plain case, with
-the loss scaled before backward, and with the first third of the labels ignored."""
+counted on the emulated device, beyond hidden states, weight and their gradients; matrix products are counted by
+their FLOPs. Liger's own rule makes its chunks {chunk} tokens here. Lowtide uses the same size in one row, and its
+default in the other, which is chosen by bytes and is one tile at this size. Lowtide and TRL sum the weight's
+gradient in fp32, which takes {sums} here; torch (with the options that it chooses itself on an unknown accelerator),
+DeepSpeed's TiledFusedLogitsLoss and unsloth_zoo sum in bf16. DeepSpeed's vocab_parallel_linear_cross_entropy (on one
+rank, with the same chunks) computes the logits a second time in backward, class by class, so that it needs no such
+sum; its chunked_cross_entropy takes whole logits. TRL's head computes them twice, too, in tiles of 4,096 tokens and
+8,192 classes, which is one tile here. Time is measured for forward and backward in fp32 on the CPU, interleaved, and
+divided by the plain loss's. Liger's kernels run on Triton's interpreter here, so they have counts and no time, as
+have the rows of linear_log_probs and of frozen heads; TRL's run without Triton here, by torch's operators;
+unsloth_zoo's are made to be compiled, and run eagerly here. The weight's gradient in bf16 is compared with the one
+in fp64 from the same numbers. Verdicts are for fp32: for the plain case, with the loss scaled before backward, and
+with the first third of the labels ignored. linear_log_probs has a gradient for each token, so it computes logits
+twice. The last rows are under a head that is not trained, which needs no sum."""
 COLUMNS = {
     "peak": "peak bytes",
     "products": "matrix products",
@@ -110,6 +112,22 @@ def torchs_in_chunks(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.T
     return F.linear_cross_entropy(hidden, weight, labels, options=options)
 
 
+def log_probs(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
+    """What reinforcement learning asks for, as a loss: log-probabilities of tokens, with a gradient for each."""
+    chosen = lowtide.linear_log_probs(hidden, weight, labels, kernel="torch")
+    return -chosen.sum() / (labels != IGNORED).sum()
+
+
+def log_probs_in_chunks(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
+    chosen = lowtide.linear_log_probs(hidden, weight, labels, kernel="torch", tile=CHUNK)
+    return -chosen.sum() / (labels != IGNORED).sum()
+
+
+def frozen(loss: Loss) -> Loss:
+    """The loss under a head that is not trained, as with adapters."""
+    return lambda hidden, weight, labels: loss(hidden, weight.detach(), labels)
+
+
 def trl(hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor) -> torch.Tensor:
     """The head of TRL's trainers, with its tiles: all tokens up to 4,096, and 8,192 classes, as its trainers do."""
     kernel = peers.load("trl.kernels.chunked_logprob").ChunkedLogProbFunction
@@ -134,6 +152,8 @@ LOSSES: dict[str, Loss] = {
     "Lowtide, Liger's chunks": ours_in_chunks,
     "torch F.linear_cross_entropy": torchs,
     "torch F.linear_cross_entropy, Liger's chunks": torchs_in_chunks,
+    "Lowtide linear_log_probs": log_probs,
+    "Lowtide linear_log_probs, Liger's chunks": log_probs_in_chunks,
     "TRL's head": trl,
     "Liger FLCE": liger,
     "DeepSpeed TiledFusedLogitsLoss, mean": deepspeed("mean"),
@@ -142,8 +162,11 @@ LOSSES: dict[str, Loss] = {
     "DeepSpeed chunked_cross_entropy": deepspeed_chunked,
     "unsloth_zoo fused loss": unsloth,
     "unsloth_zoo fused loss, Liger's chunks": unsloth_in_chunks,
+    "plain, frozen head": frozen(plain),
+    "Lowtide, Liger's chunks, frozen head": frozen(ours_in_chunks),
+    "torch F.linear_cross_entropy, Liger's chunks, frozen head": frozen(torchs_in_chunks),
 }
-UNTIMED = ("Liger FLCE",)
+UNTIMED = ("Liger FLCE", *(name for name in LOSSES if "frozen" in name or "linear_log_probs" in name))
 UNSTEADY = ("unsloth_zoo fused loss, Liger's chunks",)
 """Its peak came out a buffer higher or lower from run to run."""
 RIVALRIES = (
@@ -186,14 +209,15 @@ def bytes_and_flops(name: str) -> tuple[int, float]:
     LOSSES[name](hidden, weight, labels).backward()
     torch.accelerator.synchronize()
     stats = simdevice.stats()
-    return stats.peak_bytes - base - hidden.nbytes - weight.nbytes, stats.flops
+    gradients = sum(tensor.nbytes for tensor in (hidden, weight) if tensor.grad is not None)
+    return stats.peak_bytes - base - gradients, stats.flops
 
 
 def gradients(loss: Loss, *, scale: float = 1, ignored: int = 0) -> list[torch.Tensor]:
     hidden, weight, labels = problem(torch.float32, "sim")
     labels[:ignored] = IGNORED
     (scale * loss(hidden, weight, labels)).backward()
-    return [hidden.grad.cpu(), weight.grad.cpu()]
+    return [tensor.grad.cpu() for tensor in (hidden, weight) if tensor.grad is not None]
 
 
 CASES = {"mean": {}, "scaled": {"scale": 3.0}, "ignored": {"ignored": TOKENS // 3}}
@@ -205,7 +229,8 @@ def judged(name: str, options: dict[str, float]) -> str:
         got = gradients(LOSSES[name], **options)
     except Exception as error:  # noqa: BLE001  (whatever a peer raises is the result)
         return f"raises {type(error).__name__}"
-    close = [bool((one - plain).norm() <= ACCURACY * plain.norm()) for one, plain in zip(got, expected, strict=True)]
+    trained = expected[: len(got)]  # a frozen head has no gradient
+    close = [bool((one - plain).norm() <= ACCURACY * plain.norm()) for one, plain in zip(got, trained, strict=True)]
     return "right" if all(close) else "wrong"
 
 
@@ -224,7 +249,7 @@ def counts(name: str) -> dict[str, Figure]:
     return {
         "peak": measured(peak, "bytes") if name in UNSTEADY else count(peak, "bytes"),
         "products": count(flops / (2 * TOKENS * WIDTH * CLASSES)),
-        "error": measured(round(error_in_bf16(name), 2), "%"),
+        **({} if "frozen" in name else {"error": measured(round(error_in_bf16(name), 2), "%")}),
     } | {case: verdict(judged(name, options)) for case, options in CASES.items()}
 
 

@@ -7,6 +7,8 @@ own, around kernels that compute what a package computes.
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 import transformers
@@ -22,8 +24,11 @@ from models.attentive import everything_in_double  # noqa: F401
 from models.quantized import SIZES
 
 LENGTHS = (9, 1, 14, 6)
+SAME_BITS = ["recompute", "recompute(keep=attention)", "recompute+offload(disk={folder}, tmpfs)"]
 POLICIES = [
-    "recompute",
+    *SAME_BITS,
+    "recompute(keep=attention)+tile(mlp, tokens=7)",
+    "recompute+offload(disk={folder}, tmpfs)+tile(attention, tokens=7)",
     "recompute+tile(mlp, tokens=7)",
     "recompute+tile(attention, tokens=7)",
     "recompute+tile(loss, loss_tokens=7)",
@@ -60,8 +65,9 @@ BATCHES = {
 def kernel(query, key, value, *, softmax_scale=None, causal=False, window_size=(-1, -1), dropout_p=0.0):
     """Compute what `flash_attn_func` does: batch, tokens, heads, features; causal masks aligned to the lower right."""
     rows, columns = query.shape[1], key.shape[1]
-    distance = torch.arange(rows)[:, None] + columns - rows - torch.arange(columns)
-    mask = torch.ones(rows, columns, dtype=torch.bool) if not causal else distance >= 0
+    device = query.device
+    distance = torch.arange(rows, device=device)[:, None] + columns - rows - torch.arange(columns, device=device)
+    mask = torch.ones(rows, columns, dtype=torch.bool, device=device) if not causal else distance >= 0
     if window_size[0] >= 0:
         mask = mask & (distance <= window_size[0])
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -116,11 +122,17 @@ def check(model, batch, policies=POLICIES):
     bare = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
     assert attentive.error(attentive.step(model, bare), expected) > 1e-3, "sequences are kept apart"
     for policy in policies:
-        with lowtide.apply(model, policy) as applied:
-            assert attentive.error(attentive.step(model, batch), expected) <= (0 if policy == "recompute" else 1e-12)
-            cut = [ledger for ledger in applied.report().tiles if ledger.tiles > ledger.calls]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            lowtide.apply(model, policy.replace("{folder}", folder)) as applied,
+        ):
+            assert attentive.error(attentive.step(model, batch), expected) <= (0 if policy in SAME_BITS else 1e-12)
+            report = applied.report()
+            cut = [ledger for ledger in report.tiles if ledger.tiles > ledger.calls]
             assert bool(cut) == ("tile" in policy)
-            assert not any(ledger.left_alone for ledger in applied.report().tiles)
+            assert not any(ledger.left_alone for ledger in report.tiles)
+            assert all((region.recalled_outputs > 0) == ("keep" in policy) for region in report.regions)
+            assert (report.regions[0].packed_bytes > 0) == ("disk" in policy)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +160,16 @@ def test_tiles_of_any_size(flash, tokens, everything_in_double):  # noqa: F811
     check(llama(flash), BATCHES["TRL"](), [f"recompute+tile(attention, tokens={tokens})"])
 
 
-def test_kept_attention(everything_in_double):  # noqa: F811
-    check(llama("sdpa"), BATCHES["bounds"](), ["recompute(keep=attention)+tile(mlp, tokens=7)"])
+@pytest.mark.parametrize("is_flash", [False, True], ids=["sdpa", "flash"])
+def test_offload_on_the_emulated_device(is_flash, sim, flash):
+    model = llama(flash if is_flash else "sdpa").float().to(sim)
+    model.tie_weights()
+    batch = {name: value.to(sim) if torch.is_tensor(value) else value for name, value in BATCHES["bounds"]().items()}
+    expected = attentive.step(model, batch)
+    for policy in ("recompute+offload", "recompute(keep=attention)+offload"):
+        with lowtide.apply(model, policy) as applied:
+            assert attentive.error(attentive.step(model, batch), expected) == 0
+            assert applied.report().regions[0].packed_bytes > 0
 
 
 def attend(start, end, bounds, *, is_causal):

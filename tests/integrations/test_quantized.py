@@ -20,6 +20,8 @@ from models import quantized
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
 
+pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "quantized.md"
 TILES = ["recompute+tile(mlp, tokens=8)", "recompute+tile(attention, loss, tokens=8, loss_tokens=8)"]
 ALL_TILES = [
@@ -29,8 +31,42 @@ ALL_TILES = [
     "recompute+tile(attention, tokens=8)",
     "recompute+tile(loss, loss_tokens=8)",
 ]
+TRAINED = {
+    "float8 rowwise": lambda model: quantized.in_float8(model, "rowwise"),
+    "float8 rowwise, scales of any size": lambda model: quantized.in_float8(
+        model, "rowwise", round_scales_to_power_of_2=False
+    ),
+    "float8 rowwise, weight gradients in high precision": lambda model: quantized.in_float8(
+        model, "rowwise_with_gw_hp"
+    ),
+    "int8 mixed precision": quantized.in_int8,
+    "int8 weights": quantized.with_int8_weights,
+    "quantization-aware, int4 weights": quantized.for_int4_weights,
+}
+"""Formats that train the weights, and have no scale of all tokens."""
+SCALED = {
+    "float8 tensorwise": lambda model: quantized.in_float8(model, "tensorwise"),
+    "quantization-aware, int8 activations": quantized.for_int8_activations,
+}
+"""Formats that train the weights, with a scale of all tokens."""
+SERVED = "int8 activations"
+MODELS = (
+    {name: lambda build=build: quantized.adapted(build(torch.float32)) for name, build in quantized.FROZEN.items()}
+    | {name: lambda make=make: make(quantized.plain()).train() for name, make in (TRAINED | SCALED).items()}
+    | {
+        f"{name}, adapters": lambda make=make: quantized.adapted(make(quantized.plain()))
+        for name, make in (TRAINED | SCALED | {SERVED: quantized.with_int8_activations}).items()
+    }
+)
+"""Small Llamas in every format."""
+
+
+def some(names, *quick):
+    """Mark all names but the quick ones as slow."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
 QUICK = ["bitsandbytes nf4, double quantization", "bitsandbytes int8", "torchao int8 weights"]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in quantized.FROZEN if name not in QUICK]
 
 
 def in_tiles(model, policy, ids):
@@ -45,14 +81,57 @@ def are_identical(ours, expected):
     return ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.parametrize("name", some(MODELS, *QUICK, "float8 tensorwise", "int8 mixed precision, adapters"))
 def test_recomputed_kept_and_offloaded(name, tmp_path):
-    model, ids = quantized.adapted(quantized.FROZEN[name](torch.float32)), quantized.tokens()
+    model, ids = MODELS[name](), quantized.tokens()
     expected = quantized.step(model, ids)
-    for policy in ("recompute", "recompute(keep=attention)", f"recompute+offload(disk={tmp_path}, tmpfs, verify)"):
+    disk = f"offload(disk={tmp_path}, tmpfs, verify)"
+    for policy in ("recompute", "recompute(keep=attention)", f"recompute+{disk}", disk):
         with lowtide.apply(model, policy) as applied:
             assert are_identical(quantized.step(model, ids), expected), policy
-            assert all(region.recomputes == 1 for region in applied.report().regions)
+            regions = applied.report().regions
+            assert all(region.recomputes == policy.startswith("recompute") for region in regions)
+            assert (regions[0].packed_bytes > 0) == policy.endswith(disk)
+
+
+@pytest.mark.parametrize(
+    "name",
+    some([name for name in MODELS if "bitsandbytes" not in name], "torchao int8 weights", "float8 rowwise, adapters"),
+)
+def test_offloaded_to_the_host(name, sim):
+    model = MODELS[name]().to(sim)
+    model.tie_weights()
+    ids = quantized.tokens().to(sim)
+    expected = quantized.step(model, ids)
+    for policy in ("recompute+offload", "recompute(keep=attention)+offload"):
+        with lowtide.apply(model, policy) as applied:
+            assert are_identical(quantized.step(model, ids), expected), policy
+            assert applied.report().regions[0].packed_bytes > 0
+
+
+def test_weights_of_bitsandbytes_cannot_be_moved_to_the_emulated_device(sim):
+    """What the page says. If this fails, they can be offloaded to the host in the test above."""
+    with pytest.raises(RuntimeError, match="Parameter from an instance of type Params4bit"):
+        quantized.nf4(torch.float32).to(sim)
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
+def test_pefts_own_checkpointing_is_switched_off():
+    """`prepare_model_for_kbit_training` switches it on by default. In tiles alone, it stays on."""
+    model, ids = quantized.adapted(quantized.nf4(torch.float32), prepared=True, checkpointing=True), quantized.tokens()
+    runs = []
+    layers = model.base_model.model.model.layers
+    layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    expected = quantized.step(model, ids)
+    assert len(runs) == 2, "PEFT's own"
+    with pytest.warns(UserWarning, match="the model's own gradient checkpointing is switched off while .* recompute"):
+        applied = lowtide.apply(model, "recompute")
+    with applied:
+        assert are_identical(quantized.step(model, ids), expected)
+        assert len(runs) == 4, "once more, not twice"
+        assert [region.recomputes for region in applied.report().regions] == [1, 1]
+    with lowtide.apply(model, "tile(mlp, tokens=8)"):
+        assert quantized.error(quantized.step(model, ids), expected) < 1e-5
 
 
 def check_tiles(model, policies):
@@ -198,18 +277,6 @@ def test_int8_without_outlier_columns(int8_products):
 # --- Formats that train the weights ---------------------------------------------------------------------------------
 
 
-TRAINED = {
-    "float8 rowwise": lambda model: quantized.in_float8(model, "rowwise"),
-    "float8 rowwise, scales of any size": lambda model: quantized.in_float8(
-        model, "rowwise", round_scales_to_power_of_2=False
-    ),
-    "float8 rowwise, weight gradients in high precision": lambda model: quantized.in_float8(
-        model, "rowwise_with_gw_hp"
-    ),
-    "int8 mixed precision": quantized.in_int8,
-    "int8 weights": quantized.with_int8_weights,
-    "quantization-aware, int4 weights": quantized.for_int4_weights,
-}
 SPREADS = {
     "even": torch.ones(256),
     "half of the tokens masked": torch.arange(256) % 2,
@@ -266,7 +333,7 @@ def test_scales_over_the_tokens_of_a_tile_round_differently():
 @pytest.mark.parametrize("policy", TILES)
 @pytest.mark.parametrize("name", ["float8 rowwise", "int8 weights"])
 def test_a_model_that_trains_quantized_weights(name, policy):
-    model, ids = TRAINED[name](quantized.plain()).train(), quantized.tokens()
+    model, ids = MODELS[name](), quantized.tokens()
     expected = quantized.step(model, ids)
     with lowtide.apply(model, "recompute"):
         assert are_identical(quantized.step(model, ids), expected)
@@ -275,15 +342,17 @@ def test_a_model_that_trains_quantized_weights(name, policy):
 
 @pytest.mark.parametrize("policy", ["tile(mlp, tokens=8)", "recompute+tile(attention, tokens=8)"])
 @pytest.mark.parametrize(
-    ("prepare", "says"),
+    ("name", "says"),
     [
-        (lambda model: quantized.in_float8(model, "tensorwise"), "its output for a token depends on the other tokens"),
-        (quantized.for_int8_activations, "it leaves a tensor in its attribute '.*activation_fake_quantizer.scale'"),
+        ("float8 tensorwise", "its output for a token depends on the other tokens"),
+        (
+            "quantization-aware, int8 activations",
+            "it leaves a tensor in its attribute '.*activation_fake_quantizer.scale'",
+        ),
     ],
-    ids=["float8 tensorwise", "quantization-aware, int8 activations"],
 )
-def test_a_scale_of_all_tokens_is_refused(prepare, says, policy):
-    model, ids = prepare(quantized.plain()).train(), quantized.tokens()
+def test_a_scale_of_all_tokens_is_refused(name, says, policy):
+    model, ids = MODELS[name](), quantized.tokens()
     expected = quantized.step(model, ids)
     with lowtide.apply(model, policy), pytest.raises(NotTokenWiseError, match=says):
         model(input_ids=ids, use_cache=False)
@@ -295,3 +364,23 @@ def test_int8_activations_have_no_backward():
     """A format for serving: with adapters it seems to train, but no gradient goes through such a layer."""
     mlp = quantized.with_int8_activations(quantized.gated())
     assert not mlp(torch.randn(2, 4, 128, requires_grad=True)).requires_grad
+
+
+def test_int8_activations_make_rounding_large():
+    """Why whole blocks are refused below: a difference as of another order of sums becomes another integer."""
+    mlp = quantized.with_int8_activations(quantized.gated())
+    x = torch.randn(2, 24, 128)
+    out, other = mlp(x), mlp(x * (1 + 2e-7 * torch.randn_like(x)))
+    assert distance(other, out) > 1e-3
+
+
+def test_tiles_of_int8_activations():
+    """A scale for each token: MLPs are right. Whole blocks are refused: attention in tiles is rounded differently."""
+    model, ids = MODELS[f"{SERVED}, adapters"](), quantized.tokens()
+    expected = quantized.step(model, ids)
+    assert quantized.error(in_tiles(model, "recompute+tile(mlp, tokens=8)", ids), expected) < 1e-5
+    with (
+        lowtide.apply(model, "tile(attention, tokens=8)"),
+        pytest.raises(NotTokenWiseError, match="its output in tiles is not what it is for the whole"),
+    ):
+        model(input_ids=ids, use_cache=False)

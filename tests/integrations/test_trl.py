@@ -7,8 +7,12 @@ backward, packed and masked rows. The tiny models have large weights, so that at
 
 from __future__ import annotations
 
+import atexit
 import functools
+import re
+import shutil
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +43,12 @@ TOLERANCE = 1e-4
 """Of a gradient's norm in single precision: tiles add in a different order, and a second step starts from the first."""
 
 
-def llama(kind: str = "LlamaForCausalLM", **settings: Any) -> Any:
-    torch.manual_seed(0)
+BF16_TOLERANCE = 2**-7
+"""Of adapters on 4 bits: TRL makes them bfloat16, whose numbers are 2**-8 apart, relatively."""
+
+
+def llama(kind: str = "LlamaForCausalLM", *, seed: int = 0, **settings: Any) -> Any:
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.2, bos_token_id=125, eos_token_id=126, pad_token_id=127, **settings,
@@ -86,6 +94,25 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
+def saved(model: Any) -> Any:
+    """The same model, with its weights in a folder, from which trainers read a reference of their own."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+def in_four_bits(model: Any) -> Any:
+    """The same model with weights in NF4, as bitsandbytes trains them on a CPU."""
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
 def with_shared_layer(model: Any) -> dict[str, Any]:
     """A frozen reference that shares its first layer with the policy."""
     model.model.layers[0].requires_grad_(False)
@@ -97,6 +124,7 @@ def with_shared_layer(model: Any) -> dict[str, Any]:
 PREFERENCES = functools.partial(rows, prompt=5, chosen=12, rejected=9)
 PROMPTS = functools.partial(rows, prompt=5)
 REFERENCE = {"more": lambda _: {"ref_model": llama()}}
+TEACHER = {"more": lambda _: {"teacher_model": llama(seed=1)}}
 REWARDS = {"more": lambda _: {"reward_funcs": reward}}
 GENERATES = {"data": PROMPTS, "num_generations": 2, "max_completion_length": 6, "max_steps": 2} | REWARDS
 
@@ -109,14 +137,22 @@ CASES: dict[str, dict[str, Any]] = {
     "SFT packed": {"data": functools.partial(rows, text=13), "packing": True, "max_length": 32},
     "SFT without padding": {"data": functools.partial(rows, text=13), "padding_free": True, "max_length": None},
     "SFT of assistants": {"data": chats, "assistant_only_loss": True, "peft": True},
+    "SFT on 4 bits": {"data": functools.partial(rows, text=17), "make": in_four_bits, "peft": True},
     "DPO": {"data": PREFERENCES} | REFERENCE,
+    "DPO with log-probabilities of before": {"data": PREFERENCES, "precompute_ref_log_probs": True},
+    "DPO on 4 bits": {"data": PREFERENCES, "make": in_four_bits, "peft": True},
     "DPO with a shared layer": {"data": PREFERENCES, "more": with_shared_layer},
     "DPO with adapters": {"data": PREFERENCES, "peft": True, "gradient_accumulation_steps": 2},
     "KTO": {"data": labelled} | REFERENCE,
     "KTO with adapters": {"data": labelled, "peft": True},
     "GRPO": GENERATES | {"num_iterations": 2, "gradient_accumulation_steps": 2},
+    "GRPO with a reference": GENERATES | {"beta": 0.1, "make": saved, "max_steps": 1},
     "GRPO with adapters": GENERATES | {"beta": 0.1, "peft": True},
+    "RLOO": GENERATES | {"beta": 0.0, "max_steps": 1},
+    "RLOO with a reference": GENERATES | {"beta": 0.1, "make": saved, "max_steps": 1},
     "RLOO with adapters": GENERATES | {"beta": 0.1, "peft": True},
+    "Distillation": {"data": PROMPTS, "max_completion_length": 6} | TEACHER,
+    "Distillation with adapters": {"data": PROMPTS, "max_completion_length": 6, "peft": True} | TEACHER,
     "Reward": {"data": functools.partial(rows, chosen=14, rejected=11)},
     "Reward with adapters": {"data": functools.partial(rows, chosen=14, rejected=11), "peft": True},
 }
@@ -134,11 +170,11 @@ class Gradients(transformers.TrainerCallback):
 
 
 def trainer(case: str, folder: Any, *callbacks: Any, before: str | None = None, **changes: Any) -> Any:
-    settings = {"peft": False, "more": lambda _: {}} | CASES[case] | changes
-    data, has_adapters, more = (settings.pop(name) for name in ("data", "peft", "more"))
+    settings = {"peft": False, "more": lambda _: {}, "make": lambda model: model} | CASES[case] | changes
+    data, has_adapters, more, make = (settings.pop(name) for name in ("data", "peft", "more", "make"))
     kind = case.split(maxsplit=1)[0]
     is_reward = kind == "Reward"
-    model = llama("LlamaForSequenceClassification", num_labels=1) if is_reward else llama()
+    model = llama("LlamaForSequenceClassification", num_labels=1) if is_reward else make(llama())
     if before is not None:
         lowtide.apply(model, before)
     arguments = {
@@ -189,7 +225,8 @@ def test_gradients_are_those_without(case, policy, tmp_path):
     gradients, callback = Gradients(), LowtideCallback(policy)
     trainer(case, tmp_path, callback, gradients).train()
     errors = [error(ours, expected) for ours, expected in zip(gradients.steps, plain(case), strict=True)]
-    assert errors == [0] * len(errors) if policy == EXACT else max(errors) < TOLERANCE
+    tolerance = BF16_TOLERANCE if "4 bits" in case else TOLERANCE
+    assert errors == [0] * len(errors) if policy == EXACT else max(errors) < tolerance
     report = callback.applied.report()
     if policy != BLOCKS:
         backwards = len(errors) * CASES[case].get("gradient_accumulation_steps", 1)
@@ -199,12 +236,25 @@ def test_gradients_are_those_without(case, policy, tmp_path):
         assert sum(tiles.tiles for tiles in report.tiles) > sum(tiles.calls for tiles in report.tiles) > 0
 
 
-def test_offload_to_disk(tmp_path):
+OFFLOADED = [
+    "KTO with adapters",
+    *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if "KTO w" not in case),
+]
+
+
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_offload_to_disk(case, tmp_path):
     gradients, callback = Gradients(), LowtideCallback(f"recompute+offload(disk={tmp_path}, tmpfs)")
-    trainer("KTO with adapters", tmp_path, callback, gradients).train()
-    assert error(gradients.steps[0], plain("KTO with adapters")[0]) == 0
+    trainer(case, tmp_path, callback, gradients).train()
+    assert {error(ours, expected) for ours, expected in zip(gradients.steps, plain(case), strict=True)} == {0}
     *others, _ = callback.applied.report().regions  # the last one's input is needed at once
-    assert all(region.packed_bytes > 0 for region in others)
+    if "shared" not in case:  # there, the first of the two is frozen
+        assert all(region.packed_bytes > 0 for region in others)
+
+
+def test_the_page_says_how_many_cases_there_are():
+    page = Path(__file__).parents[2] / "docs" / "frameworks" / "trl.md"
+    assert re.search(r"In each of the\s+(\d+) cases below", page.read_text())[1] == str(len(CASES))
 
 
 @pytest.mark.parametrize("policy", ["tile(loss)", "recompute+tile"])
@@ -219,6 +269,18 @@ def test_tiles_of_the_loss_are_refused_before_training(case, policy, tmp_path):
         one.train()
     assert one.state.global_step == 0
     assert all(not isinstance(getattr(module, "forward", None), Seam) for module in one.model.modules())
+
+
+@pytest.mark.parametrize("case", ["Distillation", pytest.param("Distillation with adapters", marks=pytest.mark.slow)])
+def test_tiles_of_the_loss_are_refused_for_distillation(case, tmp_path):
+    """Its model shows nothing of it: the trainer calls the backbone, and takes the weights of both heads."""
+    says = r"tile\(loss\): TRL's DistillationTrainer .* use tile\(mlp\) without the loss, like 'recompute\+tile\(mlp\)'"
+    with pytest.raises(NoRegionError, match=says):
+        attach(trainer(case, tmp_path), "recompute+tile(mlp, loss)")
+    one = trainer(case, tmp_path, LowtideCallback("recompute+tile(loss)"))
+    with pytest.raises(NoRegionError, match=says):
+        one.train()
+    assert one.state.global_step == 0
 
 
 def test_the_policy_that_a_refusal_names_works(tmp_path):

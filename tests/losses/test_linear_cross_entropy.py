@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
@@ -244,3 +245,30 @@ def test_a_fused_kernel_counts_as_one_tile(monkeypatch, tokens, reduction, expec
     function = importlib.import_module("lowtide.losses.linear_cross_entropy")
     monkeypatch.setattr(function, "use_liger", lambda *_: True)
     assert function.count_tiles(torch.empty(2, 100, 8), 16, tokens, LossOptions(), reduction) == expected
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="came with torch 2.13")
+def test_where_torchs_own_is_not_as_good():
+    """Why it is not used (docs/tiling.md). If this fails, look at it again."""
+    hidden, weight, _, labels = problem(dtype=torch.bfloat16)
+    flat = hidden.detach().flatten(0, -2).requires_grad_()
+    options = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=16)
+
+    def both(labels):
+        return (
+            F.linear_cross_entropy(flat, weight, labels.flatten(), options=options),
+            lowtide.linear_cross_entropy(flat, weight, labels.flatten(), tokens=16),
+        )
+
+    theirs, ours = both(torch.full_like(labels, -100))
+    assert theirs.isnan()
+    assert ours == 0
+    assert gradients(theirs, [flat, weight])[1].isnan().any()
+    assert not gradients(ours, [flat, weight])[1].any()
+    theirs, ours = both(labels)
+    assert (theirs.dtype, ours.dtype) == (torch.bfloat16, torch.float32)
+    ours.backward(retain_graph=True)
+    ours.backward()
+    theirs.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="retain_graph=True / double backward are not supported"):
+        theirs.backward()

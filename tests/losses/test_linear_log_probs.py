@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import simdevice
 from lowtide.errors import InvalidValueError
+from lowtide.losses.tile_loss import LogProbOptions
+from lowtide.losses.trl import use_trl
 from models.language_head import CLASSES, WIDTH, assert_close, gradients, problem
 
 OPTIONS = [
@@ -209,6 +213,62 @@ class TestTheKernelOfTrl:
         hidden, weight, _, tokens = problem()
         with pytest.raises(InvalidValueError, match=r"single precision, and the hidden states are torch.float64"):
             lowtide.linear_log_probs(hidden, weight, tokens, kernel="trl")
+
+    def test_excluded_classes_are_refused(self):
+        """Its entropies would be NaN. With a softcap no logit is infinite, and its results are right."""
+        pytest.importorskip("trl.kernels.chunked_logprob")
+        hidden, weight, bias, tokens = problem(dtype=torch.float32)
+        bias.data[0] = -math.inf
+        with pytest.raises(InvalidValueError, match="NaN for logits of minus infinity, which the bias has"):
+            lowtide.linear_log_probs(hidden, weight, tokens, bias=bias, kernel="trl")
+        options = {"bias": bias, "logit_softcap": 3.0}
+        ours = lowtide.linear_log_probs(hidden, weight, tokens, entropy=True, kernel="trl", **options)
+        expected = whole(hidden, weight, tokens, **options)
+        assert_close(ours, expected, 1e-5)
+        inputs = [hidden, weight]
+        assert_close(gradients(torch.stack(ours), inputs), gradients(torch.stack(expected), inputs), 1e-5)
+
+    def test_what_is_taken_on_a_gpu(self):
+        """A head with a bias may have excluded classes, and to look would make the host wait."""
+        pytest.importorskip("trl.kernels.chunked_logprob")
+        with FakeTensorMode():
+            hidden, bias = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5,)))
+        options = LogProbOptions(-100, 1.0, None, None)
+        assert use_trl("auto", hidden, None, options)
+        assert not use_trl("auto", hidden, bias, options)
+        assert not use_trl("auto", hidden.double(), None, options)
+        assert not use_trl("auto", torch.empty(3, 4), None, options)
+
+    def test_a_second_derivative_is_refused(self):
+        pytest.importorskip("trl.kernels.chunked_logprob")
+        hidden, weight, _, tokens = problem(dtype=torch.float32)
+        total = sum(lowtide.linear_log_probs(hidden, weight, tokens, entropy=True, kernel="trl")).sum()
+        with pytest.raises(lowtide.LowtideError, match="linear_log_probs has no second derivative"):
+            torch.autograd.grad(total, hidden, create_graph=True, retain_graph=True)
+        assert torch.autograd.grad(total, hidden)[0].isfinite().all()
+
+    @pytest.mark.parametrize(
+        ("init", "says"),
+        [
+            ("", r"this version of trl has no trl.kernels.chunked_logprob: it came with 1.16"),
+            ("import something_else", r"trl cannot be imported: No module named 'something_else'"),
+        ],
+        ids=["older", "broken"],
+    )
+    def test_another_trl_than_expected(self, init, says, tmp_path, monkeypatch):
+        """The reason is told, and `auto` takes torch."""
+        (tmp_path / "trl").mkdir()
+        (tmp_path / "trl" / "__init__.py").write_text(init)
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trl"] or ["trl"]:
+            monkeypatch.setitem(sys.modules, name, None)
+            monkeypatch.delitem(sys.modules, name)
+        hidden, weight, _, tokens = problem(dtype=torch.float32)
+        with pytest.raises(InvalidValueError, match=says):
+            lowtide.linear_log_probs(hidden, weight, tokens, kernel="trl")
+        with FakeTensorMode():
+            hidden = torch.empty(3, 4, device="cuda")
+        assert not use_trl("auto", hidden, None, LogProbOptions(-100, 1.0, None, None))
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,10 @@ FROZEN: dict[str, Callable[[torch.dtype], nn.Module]] = {
 """Formats of weights that stay as they are: adapters are trained."""
 
 
-def adapted(model: nn.Module, *, dora: bool = False, prepared: bool = False) -> nn.Module:
+def adapted(model: nn.Module, *, dora: bool = False, prepared: bool = False, checkpointing: bool = False) -> nn.Module:
     """Put adapters on all projections, after `prepare_model_for_kbit_training` or without it."""
     if prepared:
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=TARGETS, use_dora=dora, init_lora_weights=False)
     model = peft.get_peft_model(model, config).train()

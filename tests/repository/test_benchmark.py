@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -31,6 +32,15 @@ def one(figure: Figure) -> Result:
 def test_the_pages_show_the_stored_results():
     for path, text in page.pages().items():
         assert path.read_text() == text, f"python -m bench.page writes another {path.name}"
+
+
+def test_the_reason_for_our_own_loss_is_what_is_stored():
+    rows = stored("loss").rows
+    theirs, ours = (
+        rows[f"{name}, Liger's chunks"]["error"].value for name in ("torch F.linear_cross_entropy", "Lowtide")
+    )
+    line = next(line for line in (ROOT / "docs/tiling.md").read_text().splitlines() if "bfloat16, chunks of" in line)
+    assert re.findall(r"([\d.]+) % off", line) == [str(theirs), str(ours)]
 
 
 def test_every_plot_is_well_formed_and_on_the_page():

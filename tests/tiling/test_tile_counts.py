@@ -187,6 +187,26 @@ def test_the_default_tile_comes_from_bytes():
     assert tokens_per_tile(x, nn.GELU()) == tokens_per_tile(x, None), "a module that does not tell its width"
 
 
+def listed(*parts):
+    module = nn.Module()
+    module.parts = nn.ModuleList(parts)
+    return module
+
+
+def test_layers_in_a_list_are_no_experts():
+    """diffusers' feed-forwards are such lists: as one of three experts, they would get tiles three times as large."""
+    x = torch.empty(1, 75_600, 5120, dtype=torch.bfloat16, device="meta")
+    with torch.device("meta"):
+        projection = nn.Sequential(nn.Linear(5120, 13824), nn.GELU())
+        forward = listed(projection, nn.Dropout(), nn.Linear(13824, 5120))
+        layers = listed(nn.Linear(5120, 13824), nn.Linear(13824, 5120))
+        experts = listed(*(nn.Sequential(nn.Linear(5120, 13824), nn.Linear(13824, 5120)) for _ in range(8)))
+    one = TILE_BYTES // (2 * (13824 + 5120))
+    assert [tokens_per_tile(x, module) for module in (forward, layers, experts)] == [one, one, one]
+    experts.top_k = 2
+    assert tokens_per_tile(x, experts) == one // 2
+
+
 def test_ledger_of_the_default(monkeypatch):
     monkeypatch.setattr(sys.modules["lowtide.tiling.tile"], "TILE_BYTES", 10 * 8 * (40 + 40 + 16))
     mlp, calls = build(Gated), []

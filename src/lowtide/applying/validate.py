@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
@@ -193,14 +193,20 @@ _FUSED_HEAD = "fused_lm_head"
 
 def _check_fused_head(head: Head, policy: Policy) -> None:
     """Refuse `tile(loss)` for a model of a TRL trainer: its head is never called, so that tiles of it do nothing."""
-    if _FUSED_HEAD not in inspect.signature(head.model.forward, follow_wrapped=False).parameters:
-        return
+    if _FUSED_HEAD in inspect.signature(head.model.forward, follow_wrapped=False).parameters:
+        refuse_tiled_loss(
+            policy,
+            f"a TRL trainer has given {type(head.model).__name__} a forward that computes log-probabilities from the "
+            f"weight of {head.name!r} in tiles of its own and never makes logits",
+        )
+
+
+def refuse_tiled_loss(policy: Policy, reason: str) -> NoReturn:
+    """Raise: for this reason there are no logits of which tiles could be made. Name the policy to use instead."""
     parts = tuple(part for part in policy.tile if part != "loss") or ("mlp",)
     instead = dataclasses.replace(policy, tile=parts, loss_tokens=None).describe()
     raise NoRegionError(
-        f"tile(loss): a TRL trainer has given {type(head.model).__name__} a forward that computes log-probabilities "
-        f"from the weight of {head.name!r} in tiles of its own and never makes logits, so there is nothing left to "
-        f"tile: use tile(mlp) without the loss, like {instead!r}"
+        f"tile(loss): {reason}, so there is nothing left to tile: use tile(mlp) without the loss, like {instead!r}"
     )
 
 

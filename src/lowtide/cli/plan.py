@@ -29,7 +29,7 @@ _LIMITS = ("device", "budget", "host_budget", "calibration")
 _JOB = (
     *("batch_size", "images", "lora", "lora_dtype", "dtype", "masters", "optimizer", "optimizer_in_backward"),
     *("attention", "ranks", "tp", "sp", "cp", "pp", "microbatches", "lora_dropout", "keep_output", "keep_gradients"),
-    *("expandable_segments", "reduce_dtype", "reshard", "units"),
+    *("expandable_segments", "reduce_dtype", "reshard", "units", "double_quant", "kbit"),
 )
 """The options that `lowtide.plan` takes under the same names."""
 
@@ -46,6 +46,8 @@ def plan(
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = 0.0,  # noqa: ARG001
     four_bit: options.FourBit = False,
+    double_quant: options.DoubleQuant = False,  # noqa: ARG001
+    kbit: options.Kbit = False,  # noqa: ARG001
     dtype: options.Dtype = None,  # noqa: ARG001
     masters: options.Masters = False,  # noqa: ARG001
     optimizer: options.Optimizer = "adamw",  # noqa: ARG001
@@ -201,6 +203,8 @@ def _check_question(context: typer.Context, output: Format, *, longest: bool, la
     if not is_given(context, "lora"):
         adapters = ("lora_dtype", "lora_targets", "lora_dropout")
         refuse_unused(context, adapters, "is for adapters: give --lora 16 (or another rank)")
+    if not is_given(context, "four_bit"):
+        refuse_unused(context, ("double_quant", "kbit"), "is about a 4-bit base: give --4bit too")
 
 
 def calibrate(

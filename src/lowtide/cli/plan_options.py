@@ -75,6 +75,11 @@ LoraTargets = Annotated[
 ]
 LoraDropout = Annotated[float, _step(metavar="P", min=0, max=1, help="The adapters' dropout.", show_default=False)]
 FourBit = Annotated[bool, _step("--4bit", help="The frozen base has 4-bit weights (QLoRA).")]
+DoubleQuant = Annotated[bool, _step("--double-quant", help="Its scales are quantized, too: bnb_4bit_use_double_quant.")]
+Kbit = Annotated[
+    bool,
+    _step("--kbit", help="PEFT's prepare_model_for_kbit_training made its other weights float32."),
+]
 Dtype = Annotated[str | None, _step(metavar="TYPE", help="Type of the weights: bf16, fp16 or fp32. Default: bf16.")]
 Masters = Annotated[bool, _step("--masters", help="The optimizer keeps float32 copies of the weights.")]
 Optimizer = Annotated[

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 import lowtide
-from lowtide.applying.validate import validate
+from lowtide.applying.validate import refuse_tiled_loss, validate
 from lowtide.errors import InvalidValueError
 from lowtide.integrations.accelerate import check_fsdp
 
@@ -56,6 +56,7 @@ class LowtideCallback(TrainerCallback):
         """Apply the policy. The model is wrapped already if it will be, and only instances of its regions change."""
         del state, control
         check_fsdp(args.fsdp_config)
+        _check_own_loss(args, self.policy)
         self._warn_about_selective(args)
         self.applied = lowtide.apply(kwargs["model"], self.policy, regions=self._regions, strict=self._strict)
 
@@ -102,7 +103,22 @@ def attach(
         raise InvalidValueError("this trainer already has a LowtideCallback: remove it, or change its policy")
     check_fsdp(getattr(trainer.accelerator.state, "fsdp_plugin", None))
     callback = LowtideCallback(policy, **options)
+    _check_own_loss(trainer.args, callback.policy)
     if trainer.model is not None:
         validate(trainer.model, callback.policy, options.get("regions"))
     callbacks.insert(0, callback)
     return callback
+
+
+def _check_own_loss(args: TrainingArguments, policy: Policy) -> None:
+    """Refuse `tile(loss)` for TRL's `DistillationTrainer`.
+
+    It leaves the model's forward as it is, and calls the model's backbone beside it. So its arguments alone show it.
+    """
+    kinds = {kind.__name__ for kind in type(args).__mro__ if kind.__module__.partition(".")[0] == "trl"}
+    if "loss" in policy.tile and "DistillationConfig" in kinds:
+        refuse_tiled_loss(
+            policy,
+            "TRL's DistillationTrainer computes the divergence from hidden states and the weights of both heads, in "
+            "tiles of its own, and never makes logits",
+        )

@@ -87,7 +87,8 @@ def linear_log_probs(
     Results are in single precision at least. Where a token is `ignore_index`, both are 0, and so are their gradients.
 
     `tile` is the number of tokens in a tile. `kernel="auto"` takes the fused kernel of TRL (1.16 or later) on CUDA and
-    XPU if it is installed and no tile size is given; else, or with `"torch"`, plain torch.
+    XPU if it is installed, the head has no bias and no tile size is given; else, or with `"torch"`, plain torch. TRL's
+    kernel gives NaN where a logit is minus infinity, so `"trl"` is refused for a bias with such a value.
     """
     options = LogProbOptions(ignore_index, temperature, logit_softcap, logit_scale)
     _check(options, tile, kernel)
@@ -100,7 +101,7 @@ def linear_log_probs(
     chosen = tokens.reshape(-1).to(hidden.device, torch.int64)
     size = tile_tokens(weight.shape[0], tile)
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    compute = trl_log_probs if tile == "auto" and use_trl(kernel, flat) else _TokenLogProbs.apply
+    compute = trl_log_probs if tile == "auto" and use_trl(kernel, flat, bias, options) else _TokenLogProbs.apply
     log_probs, entropies = compute(flat, weight, bias, chosen, options, entropy, size)
     log_probs = log_probs.view(tokens.shape)
     return log_probs if entropies is None else (log_probs, entropies.view(tokens.shape))

@@ -2,6 +2,10 @@
 
 It folds each tile of logits into running sums in one pass. On devices without Triton it does the same with torch's
 operators, which is slower than plain torch, so that it is only taken there if it is asked for by name.
+
+Its running sums are NaN where a logit is minus infinity: entropies always, log-probabilities if a whole tile of classes
+is excluded. A bias is how classes are excluded, and to look at its values would make the host wait for the device. So
+it is never taken for a head with a bias, unless it is asked for by name; then the bias is looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lowtide.errors import InvalidValueError
+from lowtide.losses.autograd import refuse_second_derivative
 
 if TYPE_CHECKING:
     from lowtide.losses.tile_loss import LogProbOptions
@@ -24,14 +29,16 @@ _CLASSES = 8192
 """Of how many classes at a time it computes logits: what TRL's own trainers use."""
 
 
-def use_trl(kernel: Kernel, hidden: torch.Tensor) -> bool:
+def use_trl(kernel: Kernel, hidden: torch.Tensor, bias: torch.Tensor | None, options: LogProbOptions) -> bool:
     """Return whether TRL's kernel computes these log-probabilities. Raise if it was asked for by name and cannot."""
-    if kernel == "torch" or (kernel == "auto" and hidden.device.type not in ("cuda", "xpu")):
+    if kernel == "torch":
         return False
-    reason = _why_not(hidden)
-    if kernel == "trl" and reason is not None:
+    if kernel == "auto":
+        return hidden.device.type in ("cuda", "xpu") and bias is None and _why_not(hidden) is None
+    reason = _why_not(hidden) or _excluded_classes(bias, options)
+    if reason is not None:
         raise InvalidValueError(f"kernel='trl' cannot compute these log-probabilities: {reason}. Use kernel='auto'")
-    return reason is None
+    return True
 
 
 def _why_not(hidden: torch.Tensor) -> str | None:
@@ -39,9 +46,20 @@ def _why_not(hidden: torch.Tensor) -> str | None:
         return "it computes in single precision, and the hidden states are torch.float64"
     if importlib.util.find_spec("trl") is None:
         return "trl is not installed"
-    if importlib.util.find_spec(_MODULE) is None:
-        return f"this version of trl has no {_MODULE}: it came with 1.16"
+    try:
+        importlib.import_module(_MODULE)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (_MODULE, _MODULE.rpartition(".")[0]):
+            return f"this version of trl has no {_MODULE}: it came with 1.16"
+        return f"trl cannot be imported: {error}"
     return None
+
+
+def _excluded_classes(bias: torch.Tensor | None, options: LogProbOptions) -> str | None:
+    """Say so if the bias excludes classes. With a softcap, their logits are finite."""
+    if bias is None or options.logit_softcap is not None or not bias.isneginf().any():
+        return None
+    return "its sums are NaN for logits of minus infinity, which the bias has"
 
 
 def trl_log_probs(
@@ -67,4 +85,6 @@ def trl_log_probs(
         1.0 if options.logit_scale is None else options.logit_scale,
         ("entropy",) if entropy else (),
     )
+    if log_probs.grad_fn is not None:
+        log_probs.grad_fn.register_prehook(lambda _gradients: refuse_second_derivative("linear_log_probs"))
     return log_probs.masked_fill(~valid, 0), None if entropies is None else entropies.masked_fill(~valid, 0)

@@ -19,6 +19,7 @@ from lowtide._torch import parameters_of, storage_key
 from lowtide.regions import find_regions
 from lowtide.simulation.clock import Stream
 from lowtide.simulation.optimizers import Optimizers
+from lowtide.targets.models import is_packed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,10 +32,9 @@ if TYPE_CHECKING:
 PACKED_4BIT = 0.5
 """Bytes per quantized weight: what an engine that shards weights divides and gathers."""
 SCALES_OF_4BIT = 4 / 64
-"""Bytes per quantized weight of its scales: a float32 number for every 64 weights, which every rank has whole.
-
-That is bitsandbytes' NF4 without double quantization; with it, scales take a quarter of that.
-"""
+"""Bytes per quantized weight of its scales: a float32 number for every 64 weights, which every rank has whole."""
+DOUBLE_QUANTIZED_SCALES = 1 / 64 + 4 / (64 * 256)
+"""The same with double quantization: a byte for every 64 weights, and a float32 number for every 256 of these bytes."""
 
 
 class Parallel:
@@ -89,7 +89,8 @@ class Parallel:
         key = storage_key(parameter.untyped_storage())
         if quantized:
             self._ledger.quantized.add(key)
-            packed, scales = (math.ceil(parameter.numel() * each) for each in (PACKED_4BIT, SCALES_OF_4BIT))
+            per_weight = DOUBLE_QUANTIZED_SCALES if self._job.double_quant else SCALES_OF_4BIT
+            packed, scales = (math.ceil(parameter.numel() * each) for each in (PACKED_4BIT, per_weight))
             self._ledger.stored_as[key] = -(-packed // ranks) + scales
         elif ranks > 1:
             is_wide = self._masters_are_weights and self._job.masters and parameter.requires_grad
@@ -224,5 +225,4 @@ def _is_quantized(name: str, module: nn.Module, parameter: torch.Tensor, job: Jo
     """Return whether bitsandbytes quantizes a weight: those of linear layers, but not the head's, nor adapters'."""
     if job.base != "4bit" or parameter.requires_grad or parameter.dim() != 2:  # noqa: PLR2004
         return False
-    is_linear = type(module).__name__ == "Linear"
-    return is_linear and "lora_" not in name and not name.endswith("lm_head")
+    return is_packed(name, module)

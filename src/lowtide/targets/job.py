@@ -86,6 +86,10 @@ class Job:
     """The share of numbers that each adapter's dropout drops; its masks are kept for backward."""
     base: str = "plain"
     """`4bit`: frozen linear weights take half a byte each, and are unpacked for each product."""
+    double_quant: bool = False
+    """Whether the scales of a 4-bit base are quantized as well: bitsandbytes' `bnb_4bit_use_double_quant`."""
+    kbit: bool = False
+    """Whether PEFT's `prepare_model_for_kbit_training` made the other weights of a 4-bit base float32."""
     optimizer: str = "adamw"
     """`adamw` is fused (transformers' default), `adamw_foreach` torch's default, which makes temporary copies.
 
@@ -149,6 +153,9 @@ class Job:
             raise InvalidValueError(
                 "lora_dtype, lora_dropout and lora_targets are for adapters: give lora=16 (or another rank) too"
             )
+        for name in ("double_quant", "kbit"):
+            if getattr(self, name) and self.base != "4bit":
+                raise InvalidValueError(f"{name} is about a 4-bit base: give base='4bit' too")
         if not 0 <= self.lora_dropout < 1:
             raise InvalidValueError(f"lora_dropout must be at least 0 and less than 1, got {self.lora_dropout}")
 
@@ -241,7 +248,7 @@ class Job:
         if self.lora is None:
             return "full fine-tuning"
         where = "all projections" if self.lora_targets == LORA_TARGETS else ", ".join(self.lora_targets)
-        base = " on a 4-bit base" if self.base == "4bit" else ""
+        base = f" on a 4-bit base{', prepared by PEFT' if self.kbit else ''}" if self.base == "4bit" else ""
         return f"LoRA {self.lora} ({self.lora_dtype}) in {where}{base}"
 
     @property

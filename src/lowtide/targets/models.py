@@ -70,6 +70,8 @@ def build_with_batch(target: Target, job: Job) -> tuple[nn.Module, Any]:
             f"{target.name} brings its own batch, and a batch has its own size: leave tokens, batch_size and images out"
         )
     model.to("meta")
+    if job.kbit:
+        _prepare_for_kbit_training(model)
     return (model if job.lora is None else _with_adapters(model, job)), batch
 
 
@@ -318,6 +320,31 @@ def _weights_folder(target: Target) -> Path | None:
         folder = Path(cached).parent
     has_weights = any(any(folder.glob(pattern)) for pattern in ("model*.safetensors", "pytorch_model*.bin"))
     return folder if has_weights else None
+
+
+class PackedLinear(nn.Linear):
+    """Computes in the type of its weight, whatever its input has, as a layer of bitsandbytes in its compute type."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (as in torch)
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return nn.functional.linear(input.to(self.weight.dtype), self.weight, bias).to(input.dtype)
+
+
+def is_packed(name: str, module: nn.Module) -> bool:
+    """Return whether bitsandbytes quantizes a module's weight: a linear layer's, but not the head's, nor adapters'."""
+    is_linear = type(module).__name__ in ("Linear", "PackedLinear")
+    return is_linear and "lora_" not in name and not name.endswith("lm_head")
+
+
+def _prepare_for_kbit_training(model: nn.Module) -> None:
+    """Do what PEFT's function of that name does to a 4-bit base: all 16-bit weights but packed ones become float32."""
+    packed = [module for name, module in model.named_modules() if is_packed(name, module)]
+    kept = {id(module.weight) for module in packed}
+    for module in packed:
+        module.__class__ = PackedLinear
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16) and id(parameter) not in kept:
+            parameter.data = parameter.data.float()
 
 
 def _with_adapters(model: nn.Module, job: Job) -> nn.Module:

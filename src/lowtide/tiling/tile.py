@@ -159,9 +159,15 @@ def _width(module: nn.Module) -> int:
             if weight is not None and weight.dim() == 3:  # noqa: PLR2004  (all experts in one tensor)
                 experts = max(experts, weight.shape[0])
                 width += weight.shape[0] * max(weight.shape[1:])
-        lists = [child for child in inner.children() if type(child).__name__ == "ModuleList"]
-        experts = max([experts, *(len(child) for child in lists)])  # type: ignore[arg-type]
+        experts = max([experts, *(len(list(child.children())) for child in inner.children() if _holds_experts(child))])
     return width * used // experts if experts > used else width
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Tell a list of experts, which are alike, from one of layers that run one after another, as diffusers has."""
+    children = list(module.children()) if type(module).__name__ == "ModuleList" else []
+    is_layer = any(isinstance(getattr(child, "out_features", None), int) for child in children)
+    return len({type(child) for child in children}) == 1 and not is_layer
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

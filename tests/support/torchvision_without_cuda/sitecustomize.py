@@ -12,6 +12,6 @@ import torch
 
 LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
-if importlib.util.find_spec("torchvision") is not None and not torch.cuda.is_available():
+if importlib.util.find_spec("torchvision") is not None and torch.version.cuda is None:
     for name in ("nms", "qnms"):
         LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
