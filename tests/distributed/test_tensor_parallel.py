@@ -25,7 +25,10 @@ POLICIES = [
     "recompute+tile(mlp, tokens=7)",
     "recompute+tile(attention, mlp, tokens=7)",
     "recompute+tile(loss, loss_tokens=7)",
+    "recompute+offload(disk)",
 ]
+WITH_WHOLE_HEAD = POLICIES
+WITH_SPLIT_HEAD = [policy for policy in POLICIES if "loss" not in policy]
 
 
 def check_report(policy: str, report) -> None:
@@ -38,12 +41,14 @@ def check_report(policy: str, report) -> None:
         POLICIES[4]: {"lm_head"},
     }
     assert cut == expected.get(policy, set())
+    assert (report.regions[0].restored_bytes > 0) == ("offload" in policy)  # the last one stays
 
 
-def gradients(model, policy: str, seed: int = 0) -> dict:
-    """Return the whole gradients of a step."""
-    model(**split.batch(seed), use_cache=False).loss.backward()
-    check_report(policy, lowtide.apply(model, policy).report())  # the same handle again
+def gradients(model, policy: str, directory: str, seed: int = 0, wrap=lambda model: model) -> dict:
+    """Return the whole gradients of a step under a policy, which is applied before `wrap` goes around the model."""
+    applied = lowtide.apply(model, policy.replace("disk", f"disk={directory}"))
+    wrap(model)(**split.batch(seed), use_cache=False).loss.backward()
+    check_report(policy, applied.report())
     return to_numpy(model)
 
 
@@ -53,60 +58,56 @@ def check(per_rank: list[dict], *seeds: int) -> None:
         assert_joined([found[policy] for found in per_rank], reference, tolerance=split.TOLERANCE)
 
 
-def tensor_parallel(rank: int) -> dict:
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
-    for policy in POLICIES:
-        model = split.split(split.make(), mesh)
-        lowtide.apply(model, policy)
-        found[policy] = gradients(model, policy)
-    return found
+def tensor_parallel(rank: int, directory: str) -> dict:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {policy: gradients(split.split(split.make(), mesh), policy, directory) for policy in WITH_WHOLE_HEAD}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_tensor_parallel(ranks):
-    check(run_ranks(tensor_parallel, ranks=ranks))
+def test_tensor_parallel(ranks, tmp_path):
+    check(run_ranks(tensor_parallel, str(tmp_path), ranks=ranks))
 
 
-def with_fsdp2(rank: int) -> dict:
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), {}
-    for policy in POLICIES:
-        model = split.split(split.make(), mesh["tensor"])
-        lowtide.apply(model, policy)
+def with_fsdp2(rank: int, directory: str) -> dict:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def shard(model):
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh["data"])
-        found[policy] = gradients(model, policy, mesh["data"].get_local_rank())
-    return found
+        return fully_shard(model, mesh=mesh["data"])
+
+    seed = mesh["data"].get_local_rank()
+    models = {policy: split.split(split.make(), mesh["tensor"]) for policy in WITH_WHOLE_HEAD}
+    return {policy: gradients(model, policy, directory, seed, shard) for policy, model in models.items()}
 
 
-def test_fsdp2_and_tensor_parallel():
-    check(run_ranks(with_fsdp2, ranks=4), 0, 1)
+def test_fsdp2_and_tensor_parallel(tmp_path):
+    check(run_ranks(with_fsdp2, str(tmp_path), ranks=4), 0, 1)
 
 
-def sequence_parallel(rank: int) -> dict:
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
-    for policy in ("recompute", POLICIES[2]):
-        model = split.split_sequence(split.make(), mesh)
-        lowtide.apply(model, policy)
-        found[policy] = gradients(model, policy)
-    return found
+def sequence_parallel(rank: int, directory: str) -> dict:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        policy: gradients(split.split_sequence(split.make(), mesh), policy, directory) for policy in WITH_WHOLE_HEAD
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_sequence_parallel(ranks):
+def test_sequence_parallel(ranks, tmp_path):
     """Hidden states are a `DTensor` between attention and MLP, which each rank has a part of."""
-    check(run_ranks(sequence_parallel, ranks=ranks))
+    check(run_ranks(sequence_parallel, str(tmp_path), ranks=ranks))
 
 
 def planned_by_transformers(rank: int, directory: str) -> dict:
     from transformers.distributed import DistributedConfig
 
-    config, found = DistributedConfig(tp_plan="auto"), {}
-    for policy in POLICIES[:4]:  # its plan splits the head, and tile(loss) is refused
+    config = DistributedConfig(tp_plan="auto")
+
+    def load():
         model = transformers.LlamaForCausalLM.from_pretrained(directory, distributed_config=config, dtype="float64")
-        lowtide.apply(model.train(), policy)
-        found[policy] = gradients(model, policy)
-    return found
+        return model.train()
+
+    return {policy: gradients(load(), policy, directory) for policy in WITH_SPLIT_HEAD}  # its plan splits the head
 
 
 @needs_transformers_5
