@@ -247,7 +247,7 @@ def spread_model(rank: int, policies: list[str], directory: str) -> dict[str, li
             layer.mlp = Spread()
         applied = lowtide.apply(net, policy.replace("disk", f"disk={directory}"))
         torch.manual_seed(rank)
-        ids = torch.randint(1, 60, (2, 24 if rank else 15))
+        ids = torch.randint(1, 60, (2, 40 if rank else 24))
         net(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         report = applied.report()
         cut = {tiled.name for tiled in report.tiles if tiled.tiles > tiled.calls}
