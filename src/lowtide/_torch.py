@@ -437,6 +437,43 @@ def is_attention_replaced() -> bool:
     return function is not torch._C._nn.scaled_dot_product_attention and not is_ours
 
 
+_KERNEL_SWITCHES = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
+_read_switches: list[Callable[[], Any]] = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _KERNEL_SWITCHES]
+_set_switches: list[Callable[[bool], None]] = [getattr(torch._C, f"_set_sdp_use_{name}") for name in _KERNEL_SWITCHES]
+
+
+def attention_choice() -> list[Any]:
+    """Return which kernels attention may take (`torch.nn.attention.sdpa_kernel`), and in which order it tries them.
+
+    Asked at each call of a region, so by the functions themselves. `torch._C._get_flash_sdp_enabled` and its likes,
+    `torch._C._get_sdp_priority_order`, 2.10. Public replacement: `torch.backends.cuda.flash_sdp_enabled` and its likes,
+    which know neither the overrideable kernel nor the order.
+    """
+    return [*[read() for read in _read_switches], torch._C._get_sdp_priority_order()]
+
+
+@contextlib.contextmanager
+def attention_chosen(choice: list[Any]) -> Iterator[None]:
+    """Let attention take the kernels of an `attention_choice` inside.
+
+    `torch._C._set_sdp_use_flash` and its likes, `torch._C._set_sdp_priority_order`, 2.10. Public replacement:
+    `torch.nn.attention.sdpa_kernel`, except that it cannot be given an order that was read.
+    """
+    now = attention_choice()
+    try:
+        _choose_attention(choice)
+        yield
+    finally:
+        _choose_attention(now)
+
+
+def _choose_attention(choice: list[Any]) -> None:
+    *switches, order = choice
+    for set_switch, is_on in zip(_set_switches, switches, strict=True):
+        set_switch(is_on)
+    torch._C._set_sdp_priority_order(order)
+
+
 # --- Compilation ----------------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 
@@ -147,3 +151,52 @@ def test_arguments_may_be_nested_deeper_than_the_stack():
         value = [value]
     lowtide.checkpoint(deepest, x, value).backward()
     assert torch.allclose(x.grad, 3 * x.detach().square())
+
+
+def attend(x):
+    heads = x.view(2, 4, 8, 8)
+    return F.scaled_dot_product_attention(heads, heads, heads).view_as(x)
+
+
+CHOICES = {
+    "one kernel": ([SDPBackend.MATH], False),
+    "an order": ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], True),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("settings", [{}, {"context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())}])
+def test_attention_takes_the_kernel_that_forward_took(choice, settings):
+    """`sdpa_kernel` around the forward alone: torch's checkpoint finds other tensors saved, and raises."""
+    backends, is_order = CHOICES[choice]
+    seen = []
+
+    def watched(x):
+        seen.append((torch.backends.cuda.flash_sdp_enabled(), torch._C._get_sdp_priority_order()[:2]))
+        return attend(x)
+
+    x = torch.randn(2, 4, 64, dtype=torch.double, requires_grad=True)
+    before = torch._C._get_sdp_priority_order()
+    with sdpa_kernel(backends, set_priority=is_order):
+        (expected,) = torch.autograd.grad(attend(x).sin().sum(), x)
+        y = lowtide.checkpoint(watched, x, **settings)
+    y.sin().sum().backward()
+    assert torch.equal(x.grad, expected)
+    assert seen[0] == seen[1] != (torch.backends.cuda.flash_sdp_enabled(), before[:2])
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_attention_in_a_tile_takes_the_kernel_that_forward_took():
+    x = torch.randn(7, 64, dtype=torch.double, requires_grad=True)
+
+    def among_heads(rows):
+        heads = rows.view(-1, 1, 8, 8)
+        return F.scaled_dot_product_attention(heads, heads, heads).view_as(rows)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        (expected,) = torch.autograd.grad(among_heads(x).sin().sum(), x)
+        y = lowtide.tile(among_heads, x, tokens=3)
+    y.sin().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert torch.backends.cuda.flash_sdp_enabled()

@@ -5,15 +5,17 @@ Gradients, added up over the ranks, are those of one process with the whole sequ
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_gather
-from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional as F
 
 import lowtide
@@ -24,6 +26,10 @@ from support.foreign_warnings import ignore_warnings_of
 from support.gathered_attention import gathered_attention
 from support.joined import assert_joined, to_numpy
 from support.launcher import run_ranks
+from support.ring_attention import in_ring, ring_attention, without_masks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = [ignore_warnings_of("deepspeed", "torch", "transformers"), pytest.mark.timeout(600)]
 
@@ -50,13 +56,25 @@ def batch(*, labelled: int = LENGTH) -> dict:
     return given
 
 
-def part(given: dict) -> dict:
-    """Return this rank's part of a batch. Labels are shifted before they are cut, for the next one may be elsewhere."""
-    shifted = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
-    positions = torch.arange(LENGTH).expand_as(shifted)
-    whole = {"input_ids": given["input_ids"], "position_ids": positions, "shift_labels": shifted}
+def shifted(given: dict) -> dict:
+    """Return a batch whose labels are shifted before it is cut, for the next one may be another rank's."""
+    labels = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+    positions = torch.arange(LENGTH).expand_as(labels)
+    return {"input_ids": given["input_ids"], "position_ids": positions, "shift_labels": labels}
+
+
+@contextlib.contextmanager
+def part(given: dict) -> Iterator[dict]:
+    """Have this rank's part of a batch: the first rank has its beginning."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    return {name: value.chunk(ranks, 1)[rank].contiguous() for name, value in whole.items()}
+    yield {name: value.chunk(ranks, 1)[rank].contiguous() for name, value in shifted(given).items()}
+
+
+@contextlib.contextmanager
+def part_in_ring(given: dict) -> Iterator[dict]:
+    """Have this rank's part of a batch as torch's `context_parallel` cuts it."""
+    with in_ring(shifted(given)) as own:
+        yield own
 
 
 # --- Three ways to make a loss of the ranks' parts --------------------------------------------------------------------
@@ -106,13 +124,13 @@ def check_report(policy: str, report) -> None:
         assert report.regions[0].restored_bytes > 0  # the last one stays
 
 
-def steps(directory: str) -> list[dict]:
+def steps(directory: str, cut=part, make=split.make) -> list[dict]:
     """Return the gradients of each case (a policy, a loss, how many tokens have labels), added up over the ranks."""
     found = []
     for policy, loss, labelled in CASES:
-        model, given = split.make(), batch(labelled=labelled)
-        with lowtide.apply(model, policy.replace("disk", f"disk={directory}")) as applied:
-            LOSSES[loss](model, part(given), given).backward()
+        model, given = make(), batch(labelled=labelled)
+        with lowtide.apply(model, policy.replace("disk", f"disk={directory}")) as applied, cut(given) as own:
+            LOSSES[loss](model, own, given).backward()
             if "by" in loss or "loss" not in policy:
                 check_report(policy, applied.report())
         for parameter in model.parameters():
@@ -169,7 +187,8 @@ def in_context(rank: int, directory: str) -> list[dict]:
         return steps(directory)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallel(ranks, tmp_path):
     check(run_ranks(in_context, str(tmp_path), ranks=ranks))
 
@@ -177,8 +196,8 @@ def test_context_parallel(ranks, tmp_path):
 def backward_outside(rank: int, policy: str) -> None:
     model, given = split.make(), batch()
     with lowtide.apply(model, policy):
-        with gathered_attention():
-            loss = by_items(model, part(given), given)
+        with gathered_attention(), part(given) as own:
+            loss = by_items(model, own, given)
         with pytest.raises(TransformError, match=r"'model\.layers\.1' ran while .*attend.*inside the same `with`"):
             loss.backward()
 
@@ -188,21 +207,77 @@ def test_a_backward_outside_of_the_context_is_refused():
     run_ranks(backward_outside, "recompute")
 
 
-def plain_in_torchs_context(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2,))
-    model, ids = split.make(), split.batch(length=LENGTH)["input_ids"]
-    positions = torch.arange(LENGTH).expand_as(ids).contiguous()
-    with context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]):
-        try:
-            model(input_ids=ids, position_ids=positions, use_cache=False).logits.sum().backward()
-        except (RuntimeError, NotImplementedError, AttributeError) as error:
-            return str(error)
-    return "runs"
+# --- Torch's own context parallelism ----------------------------------------------------------------------------------
 
 
-def test_torchs_own_context_parallelism_does_not_run_on_a_cpu_even_plain():
-    """If it ever does, it belongs into the tests above."""
-    assert "runs" not in run_ranks(plain_in_torchs_context)
+def make_for_ring() -> torch.nn.Module:
+    return without_masks(split.make())
+
+
+def in_torchs_context(rank: int, directory: str) -> list[dict]:
+    with ring_attention():
+        return steps(directory, part_in_ring, make_for_ring)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_torchs_context_parallel(ranks, tmp_path):
+    check(run_ranks(in_torchs_context, str(tmp_path), ranks=ranks))
+
+
+def adapted() -> torch.nn.Module:
+    """Return a model with adapters that have gradients, in a process's own copy."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    return get_peft_model(split.make(), config).double()
+
+
+IN_RING = [("recompute", True), ("recompute", False), ("recompute(keep=attention)", True)]
+IN_RING += [("recompute+tile(mlp, tokens=7)", True)]
+
+
+def adapters_in_ring(rank: int) -> list[dict]:
+    """Return the gradients of adapters under FSDP2 for each policy, with and without torch's balance of the load."""
+    found = []
+    for policy, is_balanced in IN_RING:
+        model, given = without_masks(adapted()), batch()
+        lowtide.apply(model, policy)
+        for unit in (*model.base_model.model.model.layers, model):
+            fully_shard(unit)
+        with ring_attention(is_balanced=is_balanced), in_ring(shifted(given)) as own:
+            (by_items(model, own, given) * dist.get_world_size()).backward()  # FSDP2 leaves the ranks' mean
+        found.append(to_numpy(model))
+    return found
+
+
+def test_adapters_under_fsdp2_in_torchs_context():
+    """trl#4314: LoRA, FSDP2 and context parallelism together ended in torch's `CheckpointError`."""
+    pytest.importorskip("peft")
+    whole = adapted()
+    whole(**batch(), use_cache=False).loss.backward()
+    for per_policy in run_ranks(adapters_in_ring):
+        assert_joined(per_policy, whole, tolerance=split.TOLERANCE)
+
+
+def backward_outside_of_ring(rank: int) -> str:
+    """Return how a backward behind torch's `with` is refused."""
+    model, given = make_for_ring(), batch()
+    lowtide.apply(model, "recompute")
+    with ring_attention():
+        with in_ring(shifted(given)) as own:
+            loss = by_items(model, own, given)
+        with pytest.raises(TransformError) as caught:
+            loss.backward()
+    return str(caught.value)
+
+
+def test_a_backward_outside_of_torchs_context_is_refused():
+    for text in run_ranks(backward_outside_of_ring):
+        assert (
+            "'model.layers.1' ran while torch.nn.functional.scaled_dot_product_attention was torch.distributed" in text
+        )
+        assert text.endswith("call .backward() inside the same `with` as forward")
 
 
 # --- accelerate's ParallelismConfig -----------------------------------------------------------------------------------
@@ -210,7 +285,7 @@ def test_torchs_own_context_parallelism_does_not_run_on_a_cpu_even_plain():
 RATE = 0.5
 
 
-def with_accelerate(rank: int, policy: str) -> dict:
+def with_accelerate(rank: int, policy: str, directory: str) -> dict:
     """Return the weights after a step of DeepSpeed's engine, on sequences that accelerate's loader spreads."""
     use_cpu()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_WORLD_SIZE="2", ACCELERATE_USE_DEEPSPEED="true")
@@ -229,6 +304,7 @@ def with_accelerate(rank: int, policy: str) -> dict:
     model = split.make().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    policy = policy.replace("disk", f"disk={directory}")
     engine, optimizer, loader = prepare(accelerator, policy, model, optimizer, loader)
     own = {name: value.contiguous() for name, value in next(iter(loader)).items()}
     accelerator.backward(by_weighted_means(engine, own, given))  # DeepSpeed adds up what a sequence's ranks have
@@ -238,12 +314,55 @@ def with_accelerate(rank: int, policy: str) -> dict:
 
 
 @needs_deepspeed
-def test_accelerate():
+@pytest.mark.parametrize("policy", [POLICIES[-1], pytest.param("recompute+offload(disk)", marks=pytest.mark.slow)])
+def test_accelerate(policy, tmp_path):
     whole = split.make().float()
     start = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
     whole(**split.batch(length=LENGTH), use_cache=False).loss.backward()
-    for weights in run_ranks(with_accelerate, POLICIES[-1], timeout=300):
+    for weights in run_ranks(with_accelerate, policy, str(tmp_path), timeout=300):
         for name, weight in whole.named_parameters():
             step = RATE * weight.grad
             error = torch.from_numpy(weights[name]) - (start[name] - step)
             assert error.norm() <= 1e-3 * step.norm() + 1e-7, name
+
+
+def in_accelerates_context(rank: int, policy: str, directory: str) -> dict:
+    """Return the gradients of a step under FSDP2 that accelerate prepares with `cp_size`."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_WORLD_SIZE="2")
+    os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, ParallelismConfig
+
+    from lowtide.integrations.accelerate import prepare
+
+    started = AcceleratorState.__init__
+
+    def start(state: AcceleratorState, *args, fsdp_plugin=None, **kwargs) -> None:
+        """Have FSDP on a CPU, too."""
+        started(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    layers = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **layers)
+    with mock.patch.object(AcceleratorState, "__init__", start), ring_attention():
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2), fsdp_plugin=plugin)
+        model, given = split.make(), batch()
+        policy = policy.replace("disk", f"disk={directory}")
+        model, _ = prepare(accelerator, policy, model, torch.optim.SGD(model.parameters(), lr=RATE))
+        own = {name: value.clone() for name, value in shifted(given).items()}
+        parts = [*own.values()]
+        with accelerator.maybe_context_parallel(
+            buffers=parts, buffer_seq_dims=[1] * len(parts), no_restore_buffers={*parts}
+        ):
+            accelerator.backward(by_items(model, own, given) * dist.get_world_size())
+        check_report(policy, lowtide.apply(model, policy).report())
+    return to_numpy(model)
+
+
+@pytest.mark.parametrize("policy", [POLICIES[-1], pytest.param("recompute+offload(disk)", marks=pytest.mark.slow)])
+def test_accelerate_with_context_parallelism(policy, tmp_path):
+    whole = split.make()
+    whole(**batch(), use_cache=False).loss.backward()
+    assert_joined(run_ranks(in_accelerates_context, policy, str(tmp_path)), whole, tolerance=split.TOLERANCE)

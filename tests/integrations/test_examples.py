@@ -66,6 +66,13 @@ def test_ulysses():
     assert "lm_head [tile] calls 6, tiles 24" in output
 
 
+def test_context_parallel():
+    output = torchrun(EXAMPLES / "context_parallel.py")
+    assert falls(re.findall(r"loss ([\d.]+)", output))
+    assert "forwards 6, recomputes 6" in output
+    assert "lm_head [tile] calls 6, tiles 24" in output
+
+
 def test_pipeline():
     output = torchrun(EXAMPLES / "pipeline.py")
     assert falls(re.findall(r"loss ([\d.]+)", output))

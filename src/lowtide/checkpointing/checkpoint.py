@@ -19,6 +19,8 @@ from lowtide._torch import (
     CHECKPOINT_KEYWORDS,
     CheckpointSettings,
     CompiledCall,
+    attention_choice,
+    attention_chosen,
     checkpoint_hooks,
     graph_break,
     hooks_module,
@@ -309,7 +311,7 @@ class _Replay:
     """
 
     __slots__ = (
-        *("_attention", "_first", "_function", "_ledger", "_state", "_transforms", "_tree"),
+        *("_attention", "_first", "_function", "_kernels", "_ledger", "_state", "_transforms", "_tree"),
         *("is_compared", "kept", "on_entry", "region", "versions"),
     )
 
@@ -326,6 +328,7 @@ class _Replay:
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._transforms = transforms_around()
         self._attention = F.scaled_dot_product_attention
+        self._kernels = attention_choice()
         self._tree = tree
         self._state = state
         self._ledger = ledger
@@ -359,12 +362,19 @@ class _Replay:
         args, kwargs = self._tree.unflatten(tensors)
         self._ledger.recomputes += 1
         try:
-            if state is None or state.is_as_noted():
-                return self._run_again(tensors, args, kwargs)
-            with state.restored(sees_saved=checkpoint_hooks() is not None) as refuse_saved:
-                return self._run_again(tensors, args, kwargs, refuse_saved)
+            if self._kernels == attention_choice():
+                return self._find_state(tensors, args, kwargs)
+            with attention_chosen(self._kernels):
+                return self._find_state(tensors, args, kwargs)
         except RuntimeError as error:
             raise recomputation_stop(error) from error
+
+    def _find_state(self, inputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._state
+        if state is None or state.is_as_noted():
+            return self._run_again(inputs, args, kwargs)
+        with state.restored(sees_saved=checkpoint_hooks() is not None) as refuse_saved:
+            return self._run_again(inputs, args, kwargs, refuse_saved)
 
     def _run_again(
         self,

@@ -161,7 +161,7 @@ Sp = Annotated[
 ]
 Cp = Annotated[
     int,
-    _ranks(metavar="N", min=1, help=f"Divide sequences among N ranks, which gather keys and values. {NOT_YET}"),
+    _ranks(metavar="N", min=1, help="Divide sequences among N ranks, which gather keys and values (torch's ring)."),
 ]
 Pp = Annotated[int, _ranks(metavar="N", min=1, help=f"Divide the layers among N ranks, in a pipeline. {NOT_YET}")]
 Microbatches = Annotated[

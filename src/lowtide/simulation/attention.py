@@ -55,7 +55,7 @@ class Attention:
     def can_use_flash(self, parameters: Any, _debug: bool = False) -> bool:
         """Answer as `torch.backends.cuda.can_use_flash_attention` does on this accelerator."""
         mask, dropout, grouped = parameters.attn_mask, parameters.dropout, parameters.enable_gqa
-        return self._choose(parameters.query, mask, dropout, grouped=grouped) == "flash"
+        return self.choose(parameters.query, mask, dropout, grouped=grouped) == "flash"
 
     def counted(self, run: Callable[..., T]) -> Callable[..., T]:
         """Return a function that calls a fused kernel itself, and counts it like the others."""
@@ -78,12 +78,13 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        kernel = self._choose(query, attn_mask, dropout_p, grouped=enable_gqa)
+        kernel = self.choose(query, attn_mask, dropout_p, grouped=enable_gqa)
         self.picked[kernel] += 1
         run: Callable[..., torch.Tensor] = getattr(self, f"_{kernel}")
         return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
-    def _choose(self, query: torch.Tensor, mask: torch.Tensor | None, dropout: float, *, grouped: bool) -> str:
+    def choose(self, query: torch.Tensor, mask: torch.Tensor | None, dropout: float, *, grouped: bool) -> str:
+        """Return the name of the kernel that a call takes."""
         if self.kernel == "cpu" and (dropout or (mask is not None and mask.requires_grad)):
             return "math"
         if self.kernel != "auto":

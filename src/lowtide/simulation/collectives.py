@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.simulation.clock import Stream
+
 if TYPE_CHECKING:
     from lowtide.simulation.ledger import Ledger
 
@@ -48,11 +50,35 @@ class Group:
 
     def send(self, nbytes: int, kind: str) -> None:
         """Let compute wait for an exchange of tensors of this size: the whole one, of which each rank has a share."""
+        self._exchange(round(_ROUNDS[kind] * nbytes * (1 - 1 / self.ranks)), kind)
+
+    def _exchange(self, sent: int, kind: str) -> None:
         ledger = self._ledger
-        sent = round(_ROUNDS[kind] * nbytes * (1 - 1 / self.ranks))
         ledger.traffic.counts[ledger.phase, kind] += 1
         ledger.traffic.nbytes[ledger.phase, kind] += sent
         ledger.clock.kernel(sent / self._bytes_per_second, "network")
+
+    def begin_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Stream]:
+        """Gather all ranks' tensors beside compute. They are there when compute has waited (`wait`)."""
+        with self._beside() as arrival:
+            gathered = self.all_gather(tensor)
+        return gathered, arrival
+
+    def pass_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Stream]:
+        """Send a tensor to the next rank beside compute, for one of the same shape from the rank before."""
+        with self._beside() as arrival:
+            received = torch.empty_like(tensor)
+            self._exchange(tensor.nbytes, "all_to_all")
+        return received, arrival
+
+    def wait(self, arrival: Stream) -> None:
+        """Let compute wait for an exchange that was begun beside it."""
+        self._ledger.clock.compute.wait_stream(arrival)
+
+    def _beside(self) -> Stream:
+        stream = Stream(self._ledger.clock)
+        stream.wait_stream(self._ledger.clock.current)
+        return stream
 
     def all_reduce(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """Sum a tensor over the ranks, into a new one or in its own memory."""

@@ -76,6 +76,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The storages of those weights that are unpacked for every product."""
         self.stream = ""
         """The stream that allocates now; empty for compute."""
+        self.composed: set[Any] = set()
+        """Operators whose kernels show the ledger their own operations."""
         self._kernels = kernels or MetaKernels()
         self._numbers = itertools.count()
         self._known: dict[int, tuple[int, int, str, Owner]] = {}
@@ -133,7 +135,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
+        if func is torch.ops.prim.device.default or func in self.composed:
             return func(*args, **kwargs)
         self.operations += 1
         if operator_of(func) is torch.ops.aten.record_stream:

@@ -52,12 +52,12 @@ def require_heads(model: nn.Module, ranks: int) -> None:
         )
 
 
-def require_whole_attention(policy: Policy) -> None:
+def require_whole_attention(policy: Policy, name: str = "sp") -> None:
     """Refuse a policy that tiles attention, as applying it does where attention reaches other ranks."""
     if "attention" in policy.tile:
         raise InvalidValueError(
-            "tile(attention) with sp: attention reaches the tokens of other ranks, and a tile would have those of its "
-            "own rank alone. Leave attention out: tile(mlp, loss)"
+            f"tile(attention) with {name}: attention reaches the tokens of other ranks, and a tile would have those of "
+            "its own rank alone. Leave attention out: tile(mlp, loss)"
         )
 
 

@@ -29,6 +29,7 @@ from lowtide.regions import find_head, find_regions
 from lowtide.simulation.attention import Attention
 from lowtide.simulation.clock import DEVICE, Clock
 from lowtide.simulation.collectives import Group
+from lowtide.simulation.context_parallel import require_ring, ring_attention
 from lowtide.simulation.device import simulated_device
 from lowtide.simulation.engines import make_parallel
 from lowtide.simulation.ledger import Ledger
@@ -187,6 +188,10 @@ def _shared_batch(
             require_heads(model, job.sp)
             require_whole_attention(policy)
             stack.enter_context(divided_heads(Group(job.sp, ledger, bytes_per_second)))
+        if job.cp > 1:
+            require_ring(model, job.cp, job.tokens)
+            require_whole_attention(policy, "cp")
+            stack.enter_context(ring_attention(Group(job.cp, ledger, bytes_per_second), ledger))
         yield
 
 

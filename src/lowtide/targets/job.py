@@ -347,10 +347,16 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
             "Plan one of them",
         ),
         (
-            job.sp > 1 and job.images is not None,
-            "sp with images",
-            "Ulysses would take the place of the vision tower's attention too",
+            job.parts > 1 and job.images is not None,
+            f"{'sp' if job.sp > 1 else 'cp'} with images",
+            "what exchanges tokens would take the place of the vision tower's attention too",
             "Plan text alone",
+        ),
+        (
+            job.cp > 1 and (job.sp > 1 or job.tp > 1),
+            f"cp with {'sp' if job.sp > 1 else 'tp'}",
+            "their exchanges were compared with real ones one by one, and not together",
+            "Plan one of them",
         ),
         *(
             (
@@ -359,10 +365,7 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
                 reason,
                 "Plan it with sp, tp or engine='fsdp2', which divide a step as well",
             )
-            for name, reason in (
-                ("cp", "the keys and values that ring attention gathers, and its sums in float32, are not counted"),
-                ("pp", "the microbatches that wait in each stage are not counted"),
-            )
+            for name, reason in (("pp", "the microbatches that wait in each stage are not counted"),)
         ),
     ]
 

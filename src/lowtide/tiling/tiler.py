@@ -25,6 +25,8 @@ import torch
 
 from lowtide._torch import (
     after_backward,
+    attention_choice,
+    attention_chosen,
     graph_task_id,
     outside_graph,
     version_if_any,
@@ -278,6 +280,7 @@ class _Call:
         self.tree = tree
         self.inputs = inputs
         self.autocast = autocast
+        self.kernels = attention_choice()
         self.ledger = ledger
         self.state = CallState(tiled, ledger.name)
         self._current: weakref.ref[_Tile] | None = None
@@ -354,6 +357,7 @@ class _Tile:
             self.buffers.restored(call.ledger.name) if self.buffers is not None else contextlib.nullcontext(),
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
+            attention_chosen(call.kernels),
             without_parametrize_cache(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(self._record, _identity),
