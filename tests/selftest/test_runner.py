@@ -272,6 +272,17 @@ def test_two_ranks_of_the_emulated_device(small_bench):
 
 
 @pytest.mark.slow
+def test_an_engine_that_is_wrong_on_the_second_rank_is_caught(small_bench, monkeypatch):
+    """A tile drops a gradient there: DDP and FSDP2 average it into those of all ranks."""
+    monkeypatch.setattr(ranks, "RANK", "support.broken_rank")
+    found = ranks.run(dataclasses.replace(small_bench, ranks=2))
+    wrong = {row.name.split(",")[0] for row in found.failures if "gradients are wrong" in row.summary}
+    assert wrong == {"DDP", "FSDP2"}, found
+    assert all("tile" in row.name and row.grade == "wrong" for row in found.failures)
+    assert [row.verdict for row in found.rows if "tile" not in row.name] == ["pass"] * 2
+
+
+@pytest.mark.slow
 def test_peers_that_patch_run_in_processes_of_their_own(small_bench):
     rows = {row.name: row for row in peers.run(dataclasses.replace(small_bench, quick=False)).rows}
     assert rows["transformers' flag, TRL's offload"].figures["peak_bytes"] > 0
