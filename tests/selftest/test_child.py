@@ -19,7 +19,7 @@ WITH_A_GRANDCHILD = """
 import pathlib, signal, subprocess, sys, tempfile, time
 {first}
 made = tempfile.mkdtemp(prefix="torchelastic_")
-worker = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+worker = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 grandchild = subprocess.Popen([sys.executable, "-c", worker], start_new_session=True)
 pathlib.Path(made, "pid").write_text(str(grandchild.pid))
 {then}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 
@@ -13,6 +14,7 @@ from lowtide.auditing.grades import Grade
 from lowtide.selftest import frees, overlaps, peers, plans, right
 from lowtide.selftest.findings import Findings
 from lowtide.selftest.record import Row
+from lowtide.selftest.steps import twins
 from lowtide.stores import host
 
 
@@ -95,6 +97,20 @@ def test_one_policy_that_raises_leaves_the_other_rows_of_its_stage(small_bench, 
     assert KEPT[stage] in [row.name for row in rows if row not in broken]
 
 
+def test_a_step_that_raises_leaves_no_gradients_for_the_next_measurement(small_bench):
+    found = Findings(bench=small_bench)
+
+    def raise_after_backward(twin):
+        twin.forward().backward()
+        raise RuntimeError("in the middle of a step")
+
+    with twins(small_bench, ["none"], found) as made:
+        (twin,) = made.values()
+        assert twin.measured(found, "a step", raise_after_backward, twin) is None
+        assert all(parameter.grad is None for parameter in twin.model.parameters())
+    assert found.rows[0].summary == "it raises RuntimeError: in the middle of a step"
+
+
 def test_a_peers_model_is_gone_before_the_next_one_runs_in_its_process(small_bench, monkeypatch):
     live = []
 
@@ -102,13 +118,17 @@ def test_a_peers_model_is_gone_before_the_next_one_runs_in_its_process(small_ben
         live.append(simdevice.stats().live_bytes)
         return '[{"after_forward": 1, "peak": 1, "leftover": 0}, [1.0]]'
 
+    def enter(model):
+        object.__setattr__(model, "itself", model)  # a cycle, which only the collector frees
+        return contextlib.nullcontext()
+
+    monkeypatch.setitem(peers.PEERS, "one", peers.Peer(package="torch", enter=enter))
     monkeypatch.setattr(peers, "output_of", output_of)
-    monkeypatch.setattr(peers, "installed_version", lambda _: "1")
     gc.collect()
     before = simdevice.stats().live_bytes
     gc.disable()
     try:
-        for name in ("transformers' flag", "transformers' flag, TRL's offload"):
+        for name in ("one", "transformers' flag, TRL's offload"):
             peers._peer_row(small_bench, name, peers.PEERS[name])
     finally:
         gc.enable()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lowtide
 from lowtide import simdevice
 from lowtide.selftest import right, stress
 from lowtide.selftest.findings import Findings
@@ -120,6 +121,20 @@ def test_an_error_elsewhere_is_not_excused(small_bench, shaky_model, monkeypatch
     """The engine is off by as little, in all other gradients, too."""
     fetch = host.HostStored._finish_fetch
     monkeypatch.setattr(host.HostStored, "_finish_fetch", lambda self: _off(fetch(self)))
+    row = right.judge(small_bench, CASE)
+    assert row.verdict == "fail", row
+
+
+def test_an_error_of_one_run_is_not_excused_because_others_are_right(small_bench, shaky_model, monkeypatch):
+    """As a race that shows once: what the audit saw must be explained by the plain model's noise, not by fresh runs."""
+    audit, fetch = lowtide.audit, host.HostStored._finish_fetch
+
+    def off_in_the_audit(*arguments, **settings):
+        with monkeypatch.context() as patch:
+            patch.setattr(host.HostStored, "_finish_fetch", lambda self: _off(fetch(self)))
+            return audit(*arguments, **settings)
+
+    monkeypatch.setattr(lowtide, "audit", off_in_the_audit)
     row = right.judge(small_bench, CASE)
     assert row.verdict == "fail", row
 
