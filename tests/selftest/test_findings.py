@@ -12,6 +12,7 @@ import torch
 from lowtide import simdevice
 from lowtide.auditing.grades import Grade
 from lowtide.selftest import frees, overlaps, peers, plans, right
+from lowtide.selftest.bench import read_work
 from lowtide.selftest.findings import Findings
 from lowtide.selftest.record import Row
 from lowtide.selftest.steps import twins
@@ -114,8 +115,11 @@ def test_a_step_that_raises_leaves_no_gradients_for_the_next_measurement(small_b
 def test_a_peers_model_is_gone_before_the_next_one_runs_in_its_process(small_bench, monkeypatch):
     live = []
 
-    def output_of(*_arguments, **_settings) -> str:
+    def output_of(arguments, **settings) -> str:
         live.append(simdevice.stats().live_bytes)
+        assert read_work(arguments[-1]) == small_bench.work, "the same steps as in this process"
+        assert settings["folder"] == small_bench.folder
+        assert 0 < settings["timeout"] <= 100
         return '[{"after_forward": 1, "peak": 1, "leftover": 0}, [1.0]]'
 
     def enter(model):

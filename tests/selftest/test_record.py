@@ -10,11 +10,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowtide.auditing.grades import Grade
 from lowtide.auditing.result import Verdict
 from lowtide.errors import InvalidValueError
-from lowtide.selftest import STAGES, Record, Row, StageResult, read_record
+from lowtide.selftest import STAGES, Record, Row, StageResult, environment, read_record
 from lowtide.selftest.bench import open_bench
 from lowtide.selftest.environment import describe
 from lowtide.selftest.page import as_html
@@ -149,6 +150,19 @@ def test_the_environment_names_no_person_and_no_machine(sim):
     assert str(Path.home()) not in text
     assert not re.search(rf'"{re.escape(getpass.getuser())}"', text)
     assert "Lowtide emulated accelerator" in text
+
+
+def test_the_environment_has_the_versions_of_a_gpus_libraries(sim, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    with open_bench(sim, quick=True) as bench:
+        runtime = environment.describe(bench)["runtime"]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        without = environment.describe(bench)["runtime"]
+    assert (runtime["cudnn"], runtime["nccl"], without["nccl"]) == ("91002", "2.27.5", None)
+    assert "unsloth-zoo" in environment.PACKAGES
 
 
 def test_every_threshold_is_explained():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import tempfile
 import time
@@ -67,6 +68,12 @@ class Work:
     def width(self) -> int:
         """The bytes of a number."""
         return DTYPES[self.dtype].itemsize
+
+
+def read_work(text: str) -> Work:
+    """Return the work that was written as JSON."""
+    fields = json.loads(text)
+    return Work(**{**fields, "probe": Probe(**fields["probe"])})
 
 
 _SMALL = Work(

@@ -1,7 +1,7 @@
 """The stage `peers`: the same steps with the checkpointing and offload of other packages that are installed here.
 
 Nothing is judged: the rows stand beside Lowtide's. Packages that patch others run in processes of their own:
-`python -m lowtide.selftest.peer NAME DEVICE`.
+`python -m lowtide.selftest.peer NAME DEVICE WORK`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _peer_row(bench: Bench, name: str, peer: Peer) -> Row:
         if peer.patches:
             gc.collect()  # the model that was measured before must not be on the device beside the child's
             give_back(bench.device)
-            arguments = ["-m", "lowtide.selftest.peer", name, bench.device.type]
+            work = json.dumps(dataclasses.asdict(bench.work))
+            arguments = ["-m", "lowtide.selftest.peer", name, bench.device.type, work]
             timeout = min(_TIMEOUT, bench.limits.seconds_left)
             memory, seconds = json.loads(output_of(arguments, timeout=timeout, folder=bench.folder))
             return _row(name, StepMemory(**memory), seconds)
