@@ -81,6 +81,7 @@ def _figures(found: dict[str, Record]) -> str:
         "freed by recompute+offload",
         "copies hidden",
         "worst planned peak",
+        "worst planned step, before and after calibration",
     )
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for record in found.values():
@@ -90,6 +91,7 @@ def _figures(found: dict[str, Record]) -> str:
             _freed(record),
             _hidden(record),
             _plan(record),
+            _planned_seconds(record),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -99,7 +101,10 @@ def _gradients(record: Record) -> tuple[str, str]:
     rows = [row for row in record["right"].rows if "identical" in row.figures]
     identical = sum(row.figures["identical"] for row in rows)
     rest = [row for row in rows if not row.figures["identical"] and row.verdict == "pass"]
-    return f"{identical} of {len(rows)}", f"{len(rest)} (tiles)"
+    tiles = sum("tile" in row.name for row in rest)
+    own = len(rest) - tiles
+    counts = [f"{tiles} (tiles)" if tiles or not own else "", f"{own} (the plain model's own noise)" if own else ""]
+    return f"{identical} of {len(rows)}", ", ".join(filter(None, counts))
 
 
 def _freed(record: Record) -> str:
@@ -118,6 +123,14 @@ def _hidden(record: Record) -> str:
 def _plan(record: Record) -> str:
     errors = [row.figures["peak_error"] for row in record["plans"].rows if "peak_error" in row.figures]
     return f"{max(errors, key=abs):+.2%}" if errors else ""
+
+
+def _planned_seconds(record: Record) -> str:
+    """Return the worst errors of planned seconds; before calibration only where there is a data sheet to plan from."""
+    rows = [row.figures for row in record["plans"].rows if row.figures.get("seconds")]
+    names = ("planned_seconds_before_calibration", "planned_seconds")
+    errors = [[row[name] / row["seconds"] - 1 for row in rows if row.get(name)] for name in names]
+    return ", ".join(f"{max(found, key=abs):+.0%}" if found else "no data sheet" for found in errors) if rows else ""
 
 
 def _row(record: Record, stage: str, name: str) -> Row | None:

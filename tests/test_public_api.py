@@ -55,6 +55,7 @@ def test_exported_names_are_pinned():
     ]
     assert simdevice.__all__ == [
         "Settings",
+        "Span",
         "Stats",
         "Toolchain",
         "Violation",
@@ -62,6 +63,7 @@ def test_exported_names_are_pinned():
         "is_enabled",
         "reset",
         "stats",
+        "timeline",
         "toolchain",
         "violations",
     ]

@@ -84,3 +84,24 @@ def test_a_gradient_that_plain_rounds_to_the_true_one_by_luck_is_judged_by_the_o
     near, far = true["a"].float() * (1 + 2e-3), true["a"].float() * (1 + 4e-3)
     assert as_near(true, plain, {"a": near}, ["a"]) == {"a"}
     assert as_near(true, plain, {"a": far}, ["a"]) == set()
+
+
+class OnApple(torch.Tensor):
+    """A tensor that says it is on Apple's GPU, which has no double precision."""
+
+    @property
+    def device(self):
+        return torch.device("mps")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+    def double(self):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+
+
+def test_gradients_on_a_device_without_double_precision_are_compared_on_the_cpu():
+    expected = {"w": torch.ones(3).as_subclass(OnApple)}
+    found = {"w": torch.tensor([1.0, 1.0, 1.5]).as_subclass(OnApple)}
+    assert relative_errors(expected, found) == {"w": 0.5}
+    assert compare(expected, found, {}).different == {"w": 0.5}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import lowtide
 import lowtide.auditing.reference
 from lowtide.auditing import Verdict, audit
+from lowtide.auditing.comparison import as_near
 from lowtide.auditing.reference import Reference
 from lowtide.auditing.step import Experiment
 from models.engines import Block, DoesNothing, Engine, Net, loss, net
@@ -157,3 +158,15 @@ def test_rounding_that_a_model_amplifies_is_told_by_the_last_bits_of_its_weights
     assert audit(model, batch, **options).ok == is_right
     monkeypatch.setattr(lowtide.auditing.reference, "as_rounded", lambda *_: set())
     assert not audit(model, batch, **options).ok, "the tolerance alone cannot tell"
+
+
+def test_double_precision_is_computed_on_the_cpu_where_the_device_has_none(sim, monkeypatch):
+    """As on Apple's GPUs; the true gradients are then compared with gradients on the device."""
+    expected, (model, (ids,)) = reference(net()[0]), net()
+    there = Reference(model.to(sim), Experiment((ids.to(sim),), expected.experiment.loss, (), 0, 0.0))
+    monkeypatch.setattr(lowtide.auditing.reference, "device_of", lambda _: torch.device("mps"))
+    true, same = there._gradients_in_double(None), expected._gradients_in_double(None)
+    assert {gradient.device.type for gradient in true.values()} == {"cpu"}
+    assert all(torch.equal(true[name], same[name]) for name in same)
+    names = there.first.gradients.keys() - there.zero_by_mathematics()
+    assert as_near(true, there.first.gradients, there.first.gradients, names) == names

@@ -85,10 +85,15 @@ def test_the_workflow_of_a_gpu_runs_make_targets_and_is_off_by_default():
     assert "self-hosted" in job["runs-on"]
     assert set(job["strategy"]["matrix"]["target"]) <= TARGETS
     assert [step["run"] for step in job["steps"] if "run" in step] == ["make ${{ matrix.target }}"]
+    assert set(workflow[True]["workflow_dispatch"]["inputs"]) == {"ranks"}, "torch from PyPI is built for CUDA alone"
+    assert job["env"]["DEVICE"] == "cuda"
 
 
 def test_the_container_installs_by_make():
     lines = (ROOT / "docker/Dockerfile.gpu").read_text().splitlines()
+    written = {path.rsplit("/", 1)[0] for path in re.findall(r'"(/\S+?\.(?:json|html))"', lines[-1])}
+    assert written == {"/out"}
+    assert "RUN mkdir /out" in lines, "where nothing is mounted, the record has a place, too"
     assert "COPY . ." in lines
     assert ".venv*" in (ROOT / ".dockerignore").read_text().splitlines()
     assert "RUN make .venv/.dev" in lines

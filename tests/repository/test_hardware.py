@@ -10,7 +10,8 @@ from pathlib import Path
 import fastjsonschema
 import pytest
 
-from lowtide.selftest import STAGES
+from lowtide.auditing.result import Verdict
+from lowtide.selftest import STAGES, Record, Row, StageResult
 from lowtide.selftest.bench import DEVICES
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +63,39 @@ def test_the_page_says_whether_there_is_a_gpu():
     said = "There is no record of a GPU yet" in (ROOT / "docs" / "hardware.md").read_text()
     assert said == (types <= {"sim", "cpu"})
     assert {"sim", "cpu"} <= types
+
+
+def stage(name: str, *rows: Row) -> StageResult:
+    return StageResult(name=name, rows=list(rows))
+
+
+def right(name: str, verdict: str, **figures) -> Row:
+    return Row(name=name, verdict=Verdict(verdict), summary="", figures=figures)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cell"),
+    [
+        ([], "0 (tiles)"),
+        ([right("llama, recompute+tile, fp32", "pass", identical=False)], "1 (tiles)"),
+        ([right("llama, recompute, fp32", "pass", identical=False)], "1 (the plain model's own noise)"),
+        (
+            [right(f"llama, recompute{tiles}", "pass", identical=False) for tiles in ("", "+tile", "+tile(mlp)")],
+            "2 (tiles), 1 (the plain model's own noise)",
+        ),
+        ([right("llama, recompute, fp32", "fail", identical=False)], "0 (tiles)"),
+    ],
+)
+def test_what_is_not_identical_is_called_by_its_reason(rows, cell):
+    record = Record(quick=True, date="", environment={}, stages=[stage("right", *rows)])
+    assert page._gradients(record)[1] == cell
+
+
+def test_the_page_says_how_far_planned_steps_are_off():
+    figures = {"seconds": 1.0, "planned_seconds": 0.9}
+    plain = right("none", "pass", **figures, planned_seconds_before_calibration=0.5)
+    other = right("recompute", "pass", **figures | {"planned_seconds": 1.2}, planned_seconds_before_calibration=0.7)
+    record = Record(quick=True, date="", environment={}, stages=[stage("plans", plain, other)])
+    assert page._planned_seconds(record) == "-50%, +20%"
+    unknown = Record(quick=True, date="", environment={}, stages=[stage("plans", right("none", "pass", **figures))])
+    assert page._planned_seconds(unknown) == "no data sheet, -10%"

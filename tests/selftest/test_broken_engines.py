@@ -9,7 +9,7 @@ import torch
 
 from lowtide import simdevice
 from lowtide.auditing.result import Verdict
-from lowtide.selftest import STAGES, plans
+from lowtide.selftest import STAGES, overlaps, plans
 from lowtide.stores import host
 from lowtide.tiling import assembly
 
@@ -92,6 +92,12 @@ def failing_stages(bench) -> dict[str, list[str]]:
         for name, stage in found.items()
         if stage.verdict is not Verdict.PASS
     }
+
+
+def test_copies_on_the_compute_stream_show_in_the_trace(small_bench, monkeypatch):
+    copies_on_the_compute_stream(monkeypatch)
+    (row,) = (row for row in overlaps.run(small_bench).rows if row.name == overlaps.TRACE)
+    assert (row.verdict, row.grade, row.figures["on_side_streams"]) == ("fail", "no-effect", 0)
 
 
 def test_a_right_engine_passes(small_bench):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowtide import simdevice
+from lowtide.errors import SimDeviceError
 
 MATMUL = 2 * 100**3  # FLOPs of one 100x100 product
 
@@ -212,3 +213,38 @@ def test_the_same_program_gives_the_same_figures(sim):
     assert first == second
     assert first[1].time > 0
     assert first[1].copies > 0
+
+
+def test_a_timeline_has_every_kernel_and_copy_where_the_clock_placed_it(slow):
+    """A copy on a side stream runs beside a product; one that is not recorded is not there."""
+    x = torch.ones(100, 100, device=slow)
+    host = torch.empty(250_000, pin_memory=True)
+    there = torch.ones(250_000, device=slow)
+    side = torch.Stream(device=slow)
+    side.wait_stream(torch.accelerator.current_stream())
+    x @ x
+    torch.accelerator.synchronize()
+    simdevice.reset()
+    with simdevice.timeline() as spans:
+        assert spans == []
+        x @ x
+        with side:
+            host.copy_(there, non_blocking=True)
+        torch.accelerator.synchronize()
+        there[:250].cpu()
+    x @ x
+    product, pinned, pageable = spans
+    assert (product.kind, product.pinned, product.begin, product.end) == ("kernel", False, 0, pytest.approx(2e-3))
+    assert (pinned.kind, pinned.pinned, pinned.begin, pinned.end) == ("d2h", True, 0, pytest.approx(1e-2))
+    assert (pageable.kind, pageable.pinned) == ("d2h", False)
+    assert pageable.begin == pytest.approx(pinned.end)
+    assert pageable.end - pageable.begin == pytest.approx(1e-5)
+    assert product.stream == pageable.stream != pinned.stream
+
+
+def test_one_timeline_is_recorded_at_a_time(sim):
+    with simdevice.timeline(), pytest.raises(SimDeviceError, match="recorded already"), simdevice.timeline():
+        pass
+    with simdevice.timeline() as spans:
+        torch.ones(2, device=sim)
+    assert [span.kind for span in spans] == ["kernel"]

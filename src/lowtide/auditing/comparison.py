@@ -140,7 +140,7 @@ def as_rounded(rounding: dict[str, float], different: dict[str, float]) -> set[s
 def _distances(true: Gradients, gradients: Gradients) -> dict[str, float]:
     """Return how far gradients are from the true ones, relative to these."""
     return {
-        name: float((gradient.to(reference.dtype) - reference).norm() / size)
+        name: float((gradient.to(reference.device).to(reference.dtype) - reference).norm() / size)
         for name, gradient in gradients.items()
         if gradient is not None and (reference := true.get(name)) is not None and (size := reference.norm()) > 0
     }
@@ -184,6 +184,11 @@ def max_abs(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None or not tensor.numel() else float(_finite(tensor).abs().max())
 
 
+def in_double(tensor: Tensor) -> Tensor:
+    """Return the numbers in double precision; those of Apple's GPUs, which have none, on the CPU."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
 def checksum(tensor: Tensor) -> int:
     """Return a checksum of all bits, so that tensors can be compared without being kept or sent."""
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -209,7 +214,7 @@ def _max_difference(one: Tensor | None, other: Tensor | None) -> float:
         return max_abs(present) if present is None or bool(torch.isfinite(present).all()) else float("inf")
     if not _same_nonfinite(one, other):
         return float("inf")
-    return max_abs(_finite(_as_real(one)).double() - _finite(_as_real(other)).double())
+    return max_abs(in_double(_finite(_as_real(one))) - in_double(_finite(_as_real(other))))
 
 
 def _same_nonfinite(one: Tensor, other: Tensor) -> bool:

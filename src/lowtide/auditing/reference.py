@@ -37,7 +37,7 @@ from lowtide.auditing.comparison import (
 from lowtide.auditing.setups import disable_checkpointing
 from lowtide.auditing.step import Observation, observe
 from lowtide.errors import CannotAuditError
-from lowtide.modules import named_parameters, unwrap_ddp
+from lowtide.modules import device_of, named_parameters, unwrap_ddp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -177,8 +177,10 @@ class Reference:
         """Return the plain model's gradients in double precision, or None if it cannot run in it."""
         if trained not in self._in_double:
             try:
-                twin = deep_copy(self.model).double()
-                experiment = dataclasses.replace(self.experiment, batch=_in_double(self.experiment.batch))
+                twin, batch = deep_copy(self.model), self.experiment.batch
+                if device_of(twin).type == "mps":  # which has no double precision
+                    twin, batch = twin.cpu(), pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, batch)
+                twin, experiment = twin.double(), dataclasses.replace(self.experiment, batch=_in_double(batch))
                 with contextlib.nullcontext() if trained is None else training_only(twin, trained):
                     self._in_double[trained] = self._observe(twin, experiment).gradients
             except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype

@@ -2,7 +2,8 @@
 
     Bench        the device, its data sheet and the sizes of work that suit it       (bench.py)
     Stage        a question, answered by rows: right, frees, overlaps, plans, ...    (a module each)
-    Row          one thing that was measured, with a figure and a verdict            (record.py)
+    Findings     a stage's rows: what one raises, and what time did not allow        (findings.py)
+    Row          one thing that was measured, with a figure, a verdict and a grade   (record.py)
     Thresholds   the limits between a pass and a failure, all in one place           (thresholds.py)
     Record       all stages and the machine, as JSON, text and a page                (record.py, report.py, page.py)
 

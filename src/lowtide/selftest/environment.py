@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from lowtide._version import __version__
 from lowtide.compat import installed_version
@@ -17,7 +18,18 @@ from lowtide.machine import Machine
 if TYPE_CHECKING:
     from lowtide.selftest.bench import Bench
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel", "unsloth", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "deepspeed",
+    "liger-kernel",
+    "unsloth",
+    "unsloth-zoo",
+    "triton",
+)
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _LIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
@@ -32,7 +44,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "wsl": machine.is_wsl,
         "packages": {name: str(version) for name in PACKAGES if (version := installed_version(name)) is not None},
-        "runtime": {"cuda": torch.version.cuda, "hip": torch.version.hip},
+        "runtime": _runtime(),
         "device": _device(bench),
         "driver": machine.nvidia_driver,
         "allocator": {name: os.environ[name] for name in (*_ALLOCATOR, *_LIBC) if name in os.environ},
@@ -41,6 +53,19 @@ def describe(bench: Bench) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _runtime() -> dict[str, str | None]:
+    """Return the versions of the libraries that torch was built with or has found."""
+    cudnn: Any = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    nccl: Any = torch.cuda.nccl.version() if has_nccl else None  # type: ignore[no-untyped-call]
+    return {
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
     }
 
 

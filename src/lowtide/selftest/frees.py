@@ -12,7 +12,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import lowtide
+from lowtide.auditing.grades import Grade
 from lowtide.auditing.result import Verdict
+from lowtide.selftest.findings import Findings
 from lowtide.selftest.meters import NO_PEAKS, step_memory
 from lowtide.selftest.record import Row, StageResult
 from lowtide.selftest.steps import PLAIN, twins
@@ -29,7 +31,8 @@ POLICIES = (
     "recompute",
     "recompute(keep=attention)",
     "recompute+offload",
-    "recompute+tile(mlp, loss, tokens=128, loss_tokens=128)",
+    "recompute+tile(mlp, loss, tokens={tile}, loss_tokens={tile})",
+    "recompute+tile(tokens={tile}, loss_tokens={tile})",
 )
 
 
@@ -45,15 +48,27 @@ def run(bench: Bench) -> StageResult:
     """Measure a step under each policy, and compare its bytes with what the plain model lets expect."""
     if not bench.counts_peaks:
         return StageResult(name="frees", why=NO_PEAKS)
-    with twins(bench, POLICIES) as made:
+    found = Findings(bench=bench)
+    found.attempt("steps", _measure, bench, found)
+    return found.stage("frees")
+
+
+def _measure(bench: Bench, found: Findings) -> None:
+    with twins(bench, bench.tiled(POLICIES), found) as made:
         seen = {}
         for policy, twin in made.items():
             bench.show(f"memory of {policy}")
-            seen[policy] = step_memory(bench, twin.forward, twin.finish)
-        saved = _saved_by_region(made[PLAIN])
-    plain = seen[PLAIN]
-    rows = [_row(policy, seen[policy], expect(bench, policy, plain, saved), plain) for policy in POLICIES[1:]]
-    return StageResult(name="frees", rows=[_plain_row(plain), *rows])
+            memory = twin.measured(found, policy, step_memory, bench, twin.forward, twin.finish)
+            if memory is not None:
+                seen[policy] = memory
+        plain = seen.pop(PLAIN, None)
+        saved = made[PLAIN].measured(found, "what regions save", _saved_by_region, made[PLAIN]) if plain else None
+    if plain is None or saved is None:
+        for policy in seen:
+            found.unproven(policy, "there is no plain step to compare it with")
+        return
+    found.rows.append(_plain_row(plain))
+    found.rows += [_row(policy, memory, expect(bench, policy, plain, saved), plain) for policy, memory in seen.items()]
 
 
 def _saved_by_region(plain: Twin) -> list[int]:
@@ -65,8 +80,7 @@ def _saved_by_region(plain: Twin) -> list[int]:
 def expect(bench: Bench, policy: str, plain: StepMemory, saved: list[int]) -> Expected:
     """Return the most bytes that a policy should leave after forward and at the peak."""
     work = bench.work
-    width = 2 if work.dtype == "bf16" else 4
-    output = work.tokens * work.hidden * width
+    output = work.tokens * work.hidden * work.width
     left = 2 * output if "offload" in policy else len(saved) * output
     if "keep=attention" in policy:  # each region's output of attention, and a float32 number for each head and token
         left += len(saved) * (output + 4 * work.tokens * work.heads)
@@ -93,6 +107,7 @@ def _row(policy: str, seen: StepMemory, expected: Expected, plain: StepMemory) -
     return Row(
         name=policy,
         verdict=Verdict.FAIL if reasons else Verdict.PASS,
+        grade=Grade.NO_EFFECT,
         summary="; ".join(reasons) or freed,
         figures={
             "after_forward_bytes": seen.after_forward,

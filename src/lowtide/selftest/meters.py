@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lowtide import simdevice
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -86,6 +88,35 @@ def profiled(
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     path.unlink()
     return events
+
+
+def device_events(bench: Bench, run: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Trace the kernels and copies of a run, as events of torch's profiler. The emulated device writes its own."""
+
+    def traced() -> None:
+        run()
+        _settle(bench.device)
+
+    _settle(bench.device)
+    if not bench.is_emulated:
+        return profiled(bench.folder, [ProfilerActivity.CPU, ProfilerActivity.CUDA], traced)
+    with simdevice.timeline() as spans:
+        traced()
+    return [_event(span) for span in spans]
+
+
+def _event(span: simdevice.Span) -> dict[str, Any]:
+    """Write a span of the emulated device as the profiler writes those of CUDA: in microseconds."""
+    memory = "Pinned" if span.pinned else "Pageable"
+    ends = {"kernel": "kernel", "h2d": f"Memcpy HtoD ({memory} -> Device)", "d2h": f"Memcpy DtoH (Device -> {memory})"}
+    return {
+        "ph": "X",
+        "cat": "kernel" if span.kind == "kernel" else "gpu_memcpy",
+        "name": ends[span.kind],
+        "ts": span.begin * 1e6,
+        "dur": (span.end - span.begin) * 1e6,
+        "args": {"stream": span.stream},
+    }
 
 
 @contextlib.contextmanager

@@ -168,7 +168,7 @@ def workload_config(work: Work) -> Any:
         intermediate_size=work.hidden * 11 // 4,
         num_hidden_layers=work.layers,
         num_attention_heads=work.heads,
-        num_key_value_heads=work.heads // 2,
+        num_key_value_heads=work.key_value_heads,
         vocab_size=work.vocabulary,
         max_position_embeddings=work.tokens,
         use_cache=False,

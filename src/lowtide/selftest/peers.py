@@ -1,7 +1,7 @@
 """The stage `peers`: the same steps with the checkpointing and offload of other packages that are installed here.
 
 Nothing is judged: the rows stand beside Lowtide's. Packages that patch others run in processes of their own:
-`python -m lowtide.selftest.peer NAME DEVICE`.
+`python -m lowtide.selftest.peer NAME DEVICE WORK`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import lowtide
 from lowtide.compat import installed_version
 from lowtide.errors import LowtideError
 from lowtide.selftest.bench import give_back
 from lowtide.selftest.child import output_of
+from lowtide.selftest.findings import Findings
 from lowtide.selftest.meters import NO_PEAKS, StepMemory, seconds_of, step_memory
 from lowtide.selftest.models import workload
 from lowtide.selftest.record import Row, StageResult, without_paths
-from lowtide.selftest.steps import PLAIN, Twin
+from lowtide.selftest.steps import PLAIN, Twin, adamw
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
     from lowtide.selftest.bench import Bench
 
 OURS = ("recompute", "recompute+offload")
-_TIMEOUT = 300
+_TIMEOUT = 90
+"""Seconds for one peer, if the stage has that many left."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,18 +100,19 @@ def run(bench: Bench) -> StageResult:
     """Measure steps of the plain model, with Lowtide, and with each peer that is installed."""
     if not bench.counts_peaks:
         return StageResult(name="peers", why=NO_PEAKS)
-    rows, left_out = [], []
+    found, left_out = Findings(bench=bench), []
     for policy in (PLAIN, *OURS):
         bench.show(policy)
-        rows.append(_row(f"Lowtide, {policy}" if policy != PLAIN else "plain", *measure(bench, _ours(bench, policy))))
+        name = f"Lowtide, {policy}" if policy != PLAIN else "plain"
+        found.add(name, _measured_row, bench, name, _ours(bench, policy))
     for name, peer in PEERS.items():
-        why = _why_not(bench, peer)
+        why = _why_not(bench, peer) or bench.limits.reached
         if why:
             left_out.append(f"{name}: {why}")
             continue
         bench.show(name)
-        rows.append(_peer_row(bench, name, peer))
-    return StageResult(name="peers", rows=rows, why="; ".join(left_out))
+        found.rows.append(_peer_row(bench, name, peer))
+    return found.stage("peers", why="; ".join(left_out))
 
 
 def _why_not(bench: Bench, peer: Peer) -> str:
@@ -133,15 +134,22 @@ def _peer_row(bench: Bench, name: str, peer: Peer) -> Row:
     """Measure a peer. If it raises, that is what the row says: it is not this project's failure."""
     try:
         if peer.patches:
+            gc.collect()  # the model that was measured before must not be on the device beside the child's
             give_back(bench.device)
-            arguments = ["-m", "lowtide.selftest.peer", name, bench.device.type]
-            memory, seconds = json.loads(output_of(arguments, timeout=_TIMEOUT))
+            work = json.dumps(dataclasses.asdict(bench.work))
+            arguments = ["-m", "lowtide.selftest.peer", name, bench.device.type, work]
+            timeout = min(_TIMEOUT, bench.limits.seconds_left)
+            memory, seconds = json.loads(output_of(arguments, timeout=timeout, folder=bench.folder))
             return _row(name, StepMemory(**memory), seconds)
-        return _row(name, *measure(bench, peer.enter))
+        return _measured_row(bench, name, peer.enter)
     except LowtideError as error:
         return Row(name=name, verdict=None, summary=without_paths(f"did not run: {error}"))
     except Exception as error:  # noqa: BLE001  (whatever another package raises)
         return Row(name=name, verdict=None, summary=without_paths(f"raises {type(error).__name__}: {error}"))
+
+
+def _measured_row(bench: Bench, name: str, enter: Callable[[nn.Module], AbstractContextManager[Any]]) -> Row:
+    return _row(name, *measure(bench, enter))
 
 
 def measure(bench: Bench, enter: Callable[[nn.Module], AbstractContextManager[Any]]) -> tuple[StepMemory, list[float]]:
@@ -160,7 +168,7 @@ def _trained(
 ) -> Iterator[tuple[Twin, AbstractContextManager[Any]]]:
     model, batch = workload(bench.work, bench.device)
     context = enter(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = adamw(bench, model)
     yield Twin("", model, batch, optimizer, None), context
     del model, batch, optimizer, context
     gc.collect()

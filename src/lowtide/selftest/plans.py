@@ -8,14 +8,17 @@ planned with the rates that were measured.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.auditing.grades import Grade
 from lowtide.auditing.result import Verdict
 from lowtide.hardware.accelerators import Accelerator
+from lowtide.selftest.findings import Findings
 from lowtide.selftest.meters import NO_PEAKS, step_memory
 from lowtide.selftest.models import workload_config
 from lowtide.selftest.overlaps import measure_rates, time_in_turns
@@ -37,8 +40,8 @@ POLICIES = (
     "recompute",
     "recompute+offload",
     "recompute(keep=attention)",
-    "recompute+tile(loss, loss_tokens=128)",
-    "recompute+tile(mlp, loss, tokens=128, loss_tokens=128)",
+    "recompute+tile(mlp, loss, tokens={tile}, loss_tokens={tile})",
+    "recompute+tile(tokens={tile}, loss_tokens={tile})",
 )
 
 
@@ -63,27 +66,38 @@ class Comparison:
     def seconds_error(self) -> float:
         return self.planned_seconds / self.seconds - 1
 
+    @property
+    def seconds_error_before_calibration(self) -> float | None:
+        before = self.seconds_before_calibration
+        return None if before is None else before / self.seconds - 1
+
 
 def run(bench: Bench) -> StageResult:
     """Plan six policies, run them, and compare."""
     if not bench.counts_peaks:
         return StageResult(name="plans", why=NO_PEAKS)
+    found = Findings(bench=bench)
     bench.show("calibration")
-    before, after = sheets(bench, measure_rates(bench))
-    planned, uncalibrated = plan(bench, after, before)
-    measured = _measure(bench)
+    rates = found.attempt("calibration", measure_rates, bench)
+    plans = found.attempt("plans", plan, bench, found, *sheets(bench, rates)) if rates else None
+    if plans is None:
+        return found.stage("plans")
+    before, after = plans
+    measured = found.attempt("steps", _measure, bench, found) or {}
     compared = [
         Comparison(
             policy=policy,
-            planned_peak=planned[policy].peak_bytes,
-            peak=measured[policy][0],
-            planned_seconds=planned[policy].seconds,
-            seconds=measured[policy][1],
-            seconds_before_calibration=uncalibrated[policy].seconds if uncalibrated else None,
+            planned_peak=after[policy].peak_bytes,
+            peak=peak,
+            planned_seconds=after[policy].seconds,
+            seconds=seconds,
+            seconds_before_calibration=before[policy].seconds if policy in before else None,
         )
-        for policy in policies(bench)
+        for policy, (peak, seconds) in measured.items()
+        if policy in after
     ]
-    return StageResult(name="plans", rows=[*map(_row, compared), _order_row(compared)])
+    found.rows += [*map(_row, compared), _order_row(compared)]
+    return found.stage("plans")
 
 
 def sheets(bench: Bench, rates: Measured) -> tuple[Accelerator | None, Accelerator]:
@@ -99,45 +113,45 @@ def sheets(bench: Bench, rates: Measured) -> tuple[Accelerator | None, Accelerat
         bandwidth=rates.memory,
         link=rates.link,
         network=rates.link,
+        has_flash=bench.has_flash,
     )
     return None, dataclasses.replace(measured, efficiencies=rates.shares_of(measured))
 
 
-def plan(bench: Bench, *accelerators: Accelerator | None) -> list[dict[str, Estimate]]:
+def plan(bench: Bench, found: Findings, *accelerators: Accelerator | None) -> list[dict[str, Estimate]]:
     """Simulate a step under each policy, with every layer, on each of the accelerators; on None, nothing."""
     target = find_target(workload_config(bench.work))
     kernel = "flash" if bench.is_emulated or bench.device.type == "cpu" else "auto"
     job = Job(tokens=bench.work.tokens, dtype=bench.work.dtype, attention=kernel)
-    found: list[dict[str, Estimate]] = [{} for _ in accelerators]
-    wanted = [
-        (accelerator, estimates) for accelerator, estimates in zip(accelerators, found, strict=True) if accelerator
-    ]
+    estimates: list[dict[str, Estimate]] = [{} for _ in accelerators]
+    wanted = [(accelerator, made) for accelerator, made in zip(accelerators, estimates, strict=True) if accelerator]
     with SimulatorProcess(target, job, wanted[0][0]) as simulator:
-        for accelerator, estimates in wanted:
+        for accelerator, made in wanted:
             simulator.change_accelerator(accelerator)
             for policy in policies(bench):
                 bench.show(f"planning {policy}")
-                estimates[policy] = simulator.estimate(policy, exact=True)
-    return found
+                estimate = functools.partial(simulator.estimate, policy, exact=True)
+                if planned := found.attempt(f"plan of {policy}", estimate, grade=Grade.UNTIDY):
+                    made[policy] = planned
+    return estimates
 
 
 def policies(bench: Bench) -> list[str]:
     """Return the policies that are planned and run: without offload to the host where there is none."""
-    return [policy for policy in POLICIES if bench.has_streams or "offload" not in policy]
+    return [policy for policy in bench.tiled(POLICIES) if bench.has_streams or "offload" not in policy]
 
 
-def _measure(bench: Bench) -> dict[str, tuple[int, float]]:
+def _measure(bench: Bench, found: Findings) -> dict[str, tuple[int, float]]:
     """Return the peak in bytes and the median seconds of a step under each policy."""
-    with twins(bench, policies(bench)) as made:
-        seconds, _ = time_in_turns(bench, made)
-        standing = _standing_bytes(next(iter(made.values())))
-        return {
-            policy: (
-                standing + step_memory(bench, twin.forward, twin.finish).peak,
-                statistics.median(seconds[policy]),
-            )
-            for policy, twin in made.items()
-        }
+    measured = {}
+    with twins(bench, policies(bench), found) as made:
+        seconds, _ = time_in_turns(bench, made, found)
+        for policy, steps in seconds.items():
+            twin = made[policy]
+            memory = twin.measured(found, policy, step_memory, bench, twin.forward, twin.finish)
+            if memory is not None:
+                measured[policy] = (_standing_bytes(twin) + memory.peak, statistics.median(steps))
+    return measured
 
 
 def _standing_bytes(twin: Any) -> int:
@@ -152,14 +166,17 @@ def _standing_bytes(twin: Any) -> int:
 
 def _row(compared: Comparison) -> Row:
     agrees = abs(compared.peak_error) <= THRESHOLDS.plan_peak
+    before = compared.seconds_error_before_calibration
+    uncalibrated = "" if before is None else f"; {before:+.0%} before calibration"
     said = (
         f"peak {format_bytes(compared.planned_peak)} planned, {format_bytes(compared.peak)} measured "
         f"({compared.peak_error:+.1%}); step {compared.planned_seconds * 1e3:.4g} ms planned, "
-        f"{compared.seconds * 1e3:.4g} ms measured ({compared.seconds_error:+.0%})"
+        f"{compared.seconds * 1e3:.4g} ms measured ({compared.seconds_error:+.0%}{uncalibrated})"
     )
     return Row(
         name=compared.policy,
         verdict=Verdict.PASS if agrees else Verdict.FAIL,
+        grade=Grade.UNTIDY,
         summary=said if agrees else f"{said}: peaks must agree within {THRESHOLDS.plan_peak:.0%}",
         figures={
             "planned_peak_bytes": compared.planned_peak,
@@ -169,6 +186,7 @@ def _row(compared: Comparison) -> Row:
             "planned_seconds_before_calibration": compared.seconds_before_calibration,
             "seconds": compared.seconds,
             "seconds_error": compared.seconds_error,
+            "seconds_error_before_calibration": before,
         },
     )
 
@@ -177,8 +195,11 @@ def _order_row(compared: list[Comparison]) -> Row:
     """Judge the order of those pairs of policies whose measured times differ enough."""
     pairs = [tuple(sorted(pair, key=lambda row: row.seconds)) for pair in itertools.combinations(compared, 2)]
     different = [(fast, slow) for fast, slow in pairs if slow.seconds > fast.seconds * (1 + THRESHOLDS.plan_order)]
+    least = 1 - THRESHOLDS.plan_margin
     wrong = [
-        f"{slow.policy} before {fast.policy}" for fast, slow in different if slow.planned_seconds < fast.planned_seconds
+        f"{slow.policy} before {fast.policy}"
+        for fast, slow in different
+        if slow.planned_seconds < fast.planned_seconds * least
     ]
     if not different:
         verdict, said = Verdict.INCONCLUSIVE, "no two steps differ enough to be ordered"
@@ -189,6 +210,7 @@ def _order_row(compared: list[Comparison]) -> Row:
     return Row(
         name="order of step times",
         verdict=verdict,
+        grade=Grade.UNTIDY,
         summary=said,
         figures={"pairs": len(different), "wrong": wrong},
     )

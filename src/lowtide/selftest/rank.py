@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import simdevice
-from lowtide.auditing.comparison import compare
 from lowtide.regions import find_regions
 from lowtide.selftest.models import TOKENS, build
+from lowtide.selftest.noise import PlainRuns
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,17 +77,9 @@ def _ddp(policy: str, device: torch.device) -> tuple[str, str]:
 
 
 def _fsdp2(policy: str, device: torch.device) -> tuple[str, str]:
-    plain, again = (_sharded_gradients(None, device) for _ in range(2))
-    found = _sharded_gradients(policy, device)
-    noise = dict.fromkeys(plain, 0.0)
-    comparison = compare(plain, found, noise)
-    own = compare(plain, again, noise)
-    if comparison.suspects:
-        return "fail", f"{len(comparison.suspects)} gradients are wrong: {comparison.suspects[0]}"
-    if comparison.identical:
-        return "pass", "bit-identical"
-    exact = "tile" in policy or not own.identical
-    return ("pass" if exact else "fail"), f"equal within {comparison.largest_error:.1e}"
+    plain = PlainRuns(lambda: _sharded_gradients(None, device))  # each rank has all gradients, and decides the same
+    judged = plain.judge(_sharded_gradients(policy, device), rounds="tile" in policy)
+    return judged.verdict, judged.summary
 
 
 def _sharded_gradients(policy: str | None, device: torch.device) -> Gradients:

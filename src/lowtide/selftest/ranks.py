@@ -6,16 +6,20 @@ The ranks are started by torchrun, one for each device, and run `lowtide.selftes
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide.auditing.result import Verdict
 from lowtide.selftest.child import output_of
+from lowtide.selftest.findings import Findings
 from lowtide.selftest.record import Row, StageResult, without_paths
 
 if TYPE_CHECKING:
     from lowtide.selftest.bench import Bench
 
-_TIMEOUT = 900
+RANK = "lowtide.selftest.rank"
+"""The module that each rank runs."""
+_TIMEOUT = 180
+"""Seconds for all ranks, if the stage has that many left."""
 
 
 def run(bench: Bench) -> StageResult:
@@ -23,9 +27,19 @@ def run(bench: Bench) -> StageResult:
     if bench.ranks == 1:
         return StageResult(name="ranks", why="this is one process: `--ranks 2` tests DDP and FSDP2")
     bench.show(f"{bench.ranks} ranks")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(bench.ranks)]
-    found = json.loads(output_of([*launch, "-m", "lowtide.selftest.rank", bench.device.type], timeout=_TIMEOUT))
-    return StageResult(name="ranks", rows=[_row(row) for row in found])
+    found = Findings(bench=bench)
+    rows: list[dict[str, Any]] = found.attempt(f"{bench.ranks} ranks", _ask, bench) or []
+    found.rows += [_row(row) for row in rows]
+    return found.stage("ranks")
+
+
+def _ask(bench: Bench) -> list[dict[str, Any]]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(bench.ranks), "-m", RANK]
+    timeout = min(_TIMEOUT, bench.limits.seconds_left)
+    found: list[dict[str, Any]] = json.loads(
+        output_of([*launch, bench.device.type], timeout=timeout, folder=bench.folder)
+    )
+    return found
 
 
 def _row(found: dict[str, str]) -> Row:

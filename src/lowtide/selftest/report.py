@@ -27,11 +27,10 @@ def word_for(stage: StageResult) -> str:
 
 def as_text(record: Record) -> str:
     """Write a record for a terminal or a file."""
-    lines = [headline(record)]
+    lines = [headline(record), f"{record.seconds:.0f} s, failures count from {record.fail_on} on"]
     for stage in record.stages:
         lines.append(f"[{stage.name}] {QUESTIONS[stage.name]} {word_for(stage)} ({stage.seconds:.0f} s)")
-        signs = [SIGNS.get(row.verdict, row.verdict.upper()) if row.verdict else "" for row in stage.rows]
-        lines += [f"  {sign:<5} {row.name}: {row.summary}" for sign, row in zip(signs, stage.rows, strict=True)]
+        lines += [f"  {SIGNS.get(row.label, row.label):<9} {row.name}: {row.summary}" for row in stage.rows]
         lines += [f"  not run: {stage.why}"] if stage.why else []
     return "\n".join(lines)
 

@@ -1,4 +1,8 @@
-"""Runs the stages one after the other, and keeps those that are finished, so that a self-test can be resumed."""
+"""Runs the stages one after the other, and keeps those that are finished, so that a self-test can be resumed.
+
+Each stage has a share of the time, and what earlier stages left of theirs. If the device is lost, the stage that lost
+it says so, and none runs after it: in the same process, all of them would fail for that reason.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lowtide.auditing.grades import Grade, grade_named
 from lowtide.auditing.result import Verdict
 from lowtide.errors import InvalidValueError, MissingDependencyError
 from lowtide.selftest import frees, overlaps, peers, plans, ranks, right
 from lowtide.selftest.bench import find_device, give_back, open_bench
 from lowtide.selftest.environment import describe
-from lowtide.selftest.record import Record, Row, StageResult, without_paths
+from lowtide.selftest.record import STAGE_NAMES, Record, Row, StageResult, without_paths
+from lowtide.selftest.thresholds import THRESHOLDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,15 +30,13 @@ if TYPE_CHECKING:
     from lowtide.progress import Show
     from lowtide.selftest.bench import Bench
 
-STAGES: dict[str, Callable[[Bench], StageResult]] = {
-    "right": right.run,
-    "frees": frees.run,
-    "overlaps": overlaps.run,
-    "plans": plans.run,
-    "peers": peers.run,
-    "ranks": ranks.run,
-}
+STAGES: dict[str, Callable[[Bench], StageResult]] = dict(
+    zip(STAGE_NAMES, (right.run, frees.run, overlaps.run, plans.run, peers.run, ranks.run), strict=True)
+)
 """All stages by name, in the order in which they run."""
+
+_SHARES = {"right": 0.45, "frees": 0.08, "overlaps": 0.12, "plans": 0.15, "peers": 0.1, "ranks": 0.1}
+"""Each stage's share of the time."""
 
 _NEEDED = ("transformers", "peft")
 
@@ -42,14 +46,17 @@ def run(
     *,
     quick: bool = False,
     ranks: int = 1,
+    fail_on: Grade | str = Grade.UNSAFE,
     earlier: Record | None = None,
     keep: Callable[[Record], None] = lambda _: None,
     show: Show = lambda *_: None,
 ) -> Record:
     """Test a device, and return the record. `keep` is given the record so far after each stage.
 
-    `earlier` is a record of an interrupted self-test, whose stages are not run again.
+    `earlier` is a record of an interrupted self-test, whose stages are not run again. Failures count from the grade
+    `fail_on` on.
     """
+    threshold = grade_named(fail_on)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(f"the self-test needs {', '.join(missing)}: pip install 'lowtide[hf]'")
@@ -60,12 +67,19 @@ def run(
         show(f"{now}: {what}", list(STAGES).index(now), len(STAGES))
 
     with open_bench(device, quick=quick, ranks=ranks, show=tell) as bench:
-        record = Record(quick=quick, date=_today(), environment=describe(bench), stages=[])
+        record = Record(
+            quick=quick, date=_today(), environment=describe(bench), stages=[], ranks=ranks, fail_on=threshold
+        )
         done = {} if earlier is None else _stages_of(earlier, record)
+        began, share = time.monotonic(), 0.0
         for now, stage in STAGES.items():
+            share += _SHARES[now]
+            bench.limits.deadline = began + share * THRESHOLDS.seconds
             result = done[now] if now in done else _run_stage(now, stage, bench)
             record = dataclasses.replace(record, stages=[*record.stages, result], date=_today())
             keep(record)
+            if bench.limits.lost:
+                break
     return record
 
 
@@ -90,7 +104,7 @@ def _stages_of(earlier: Record, now: Record) -> dict[str, StageResult]:
         raise InvalidValueError(
             f"the record to resume has a different {', '.join(fields)}: run the self-test anew, without --resume"
         )
-    return {stage.name: stage for stage in earlier.stages}
+    return {stage.name: stage for stage in earlier.stages if stage.name != "ranks" or earlier.ranks == now.ranks}
 
 
 def _run_stage(name: str, stage: Callable[[Bench], StageResult], bench: Bench) -> StageResult:
@@ -103,7 +117,13 @@ def _run_stage(name: str, stage: Callable[[Bench], StageResult], bench: Bench) -
     except Exception as error:  # noqa: BLE001  (whatever the engine raises is the finding)
         result = _not_run(name, Verdict.FAIL, f"it raises {type(error).__name__}", error)
     gc.collect()
-    give_back(bench.device)
+    bench.limits.lost = bench.limits.lost or give_back(bench.device)
+    if bench.limits.lost:
+        said = (
+            f"the device no longer answers: {without_paths(bench.limits.lost)}. The stages after this one did not run"
+        )
+        lost = Row(name="the device", verdict=Verdict.FAIL, summary=f"{said}: --resume runs them in a new process")
+        result = dataclasses.replace(result, rows=[*result.rows, lost])
     return dataclasses.replace(result, seconds=round(time.perf_counter() - began, 1))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,12 +14,15 @@ import lowtide
 from lowtide.selftest.models import workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
 
     from lowtide.selftest.bench import Bench
+    from lowtide.selftest.findings import Findings
     from lowtide.selftest.models import Batch
+
+T = TypeVar("T")
 
 PLAIN = "none"
 
@@ -49,6 +52,13 @@ class Twin:
         self.forward().backward()  # type: ignore[no-untyped-call]
         self.finish()
 
+    def measured(self, found: Findings, name: str, run: Callable[..., T], *arguments: Any) -> T | None:
+        """Return what a measurement of this twin's steps returns; None if it failed, which `found` then says."""
+        result = found.attempt(name, run, *arguments)
+        if result is None:  # a step that raised leaves gradients, which the next twin would be measured with
+            self.optimizer.zero_grad()
+        return result
+
     @property
     def moved_bytes(self) -> int:
         """Bytes that have gone to a store so far."""
@@ -56,23 +66,40 @@ class Twin:
 
 
 @contextlib.contextmanager
-def twins(bench: Bench, policies: Iterable[str]) -> Iterator[dict[str, Twin]]:
+def twins(bench: Bench, policies: Iterable[str], found: Findings) -> Iterator[dict[str, Twin]]:
     """Build the workload under each policy. All twins train the same weights, which are on the device once.
 
-    Each has made one step inside, so that allocators have what they need and optimizers have their states.
+    Each has made one step inside, so that allocators have what they need and optimizers have their states. A policy
+    under which that step raises is missing, and `found` says why.
     """
     model, batch = workload(bench.work, bench.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    shared = {id(parameter): parameter for parameter in model.parameters()}
+    optimizer = adamw(bench, model)
+    plain = Twin(PLAIN, model, batch, optimizer, None)
     with contextlib.ExitStack() as stack:
         made = {}
         for policy in policies:
             bench.show(f"preparing {policy}")
-            twin = copy.deepcopy(model, dict(shared))
-            applied = None if policy == PLAIN else stack.enter_context(lowtide.apply(twin, bench.offload(policy)))
-            made[policy] = Twin(policy, twin, batch, optimizer, applied)
-            made[policy].step()
+            twin = plain.measured(found, policy, _prepare, bench, plain, policy, stack)
+            if twin is not None:
+                made[policy] = twin
         gc.collect()  # what is left in cycles must not vanish in the middle of a measurement
         yield made
-    del model, batch, optimizer, shared, made
+    del model, batch, optimizer, plain, made
     gc.collect()
+
+
+def _prepare(bench: Bench, plain: Twin, policy: str, stack: contextlib.ExitStack) -> Twin:
+    shared = {id(parameter): parameter for parameter in plain.model.parameters()}
+    with contextlib.ExitStack() as undo:
+        model = copy.deepcopy(plain.model, dict(shared))
+        applied = None if policy == PLAIN else undo.enter_context(lowtide.apply(model, bench.offload(policy)))
+        twin = Twin(policy, model, plain.batch, plain.optimizer, applied)
+        twin.step()
+        stack.push(undo.pop_all())
+    return twin
+
+
+def adamw(bench: Bench, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the workload. In fp16, squares of small gradients are zeros, and epsilon must hold."""
+    epsilon = 1e-4 if bench.work.dtype == "fp16" else 1e-8
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, eps=epsilon, fused=True)

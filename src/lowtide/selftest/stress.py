@@ -17,10 +17,10 @@ import torch
 import lowtide
 from lowtide import simdevice
 from lowtide._torch import sleep_on_cuda
-from lowtide.auditing.comparison import compare, relative_errors
 from lowtide.auditing.result import Verdict
 from lowtide.regions import find_regions
 from lowtide.selftest.models import build
+from lowtide.selftest.noise import OWN_NOISE, PlainRuns
 from lowtide.selftest.record import Row
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     from lowtide.auditing.comparison import Gradients
     from lowtide.selftest.bench import Bench
+    from lowtide.selftest.findings import Findings
     from lowtide.selftest.models import Batch
+    from lowtide.selftest.noise import Judgement
 
 POLICY = "recompute+offload"
 _THREADS = 3
@@ -41,53 +43,66 @@ _SQUARE = 192
 _HOLES = 256
 
 
-def run(bench: Bench) -> list[Row]:
+def run(bench: Bench, found: Findings) -> None:
     """Run each kind of stress a number of times."""
-    model, batch = build("llama")
-    model = model.to(bench.device)
-    batch = {name: tensor.to(bench.device) for name, tensor in batch.items()}
-    expected, again = (_gradients(model, batch) for _ in range(2))
-    noise = relative_errors(expected, again)
+    prepared = found.attempt("steps without stress", _prepare, bench)
+    if prepared is None:
+        return
+    model, batch, plain = prepared
     kinds: dict[str, Callable[[Bench, nn.Module, Batch, int], list[Gradients]]] = {
         "an allocator full of holes": _with_holes,
         "several threads": _in_threads,
     }
     if bench.has_streams:
         kinds = {"streams that are late": _with_late_streams, **kinds}
-    return [_judge(bench, name, stress, model, batch, (expected, noise)) for name, stress in kinds.items()]
+    for name, stress in kinds.items():
+        found.add(name, _judge, bench, name, stress, (model, batch, plain))
+
+
+def _prepare(bench: Bench) -> tuple[nn.Module, Batch, PlainRuns]:
+    model, batch = build("llama")
+    model = model.to(bench.device)
+    batch = {name: tensor.to(bench.device) for name, tensor in batch.items()}
+    return model, batch, PlainRuns(lambda: _gradients(model, batch))
 
 
 def _judge(
     bench: Bench,
     name: str,
     stress: Callable[[Bench, nn.Module, Batch, int], list[Gradients]],
-    model: nn.Module,
-    batch: Batch,
-    reference: tuple[Gradients, dict[str, float]],
+    subject: tuple[nn.Module, Batch, PlainRuns],
 ) -> Row:
-    expected, noise = reference
-    wrong, largest, identical = 0, 0.0, True
+    model, batch, plain = subject
+    judged: list[Judgement] = []
+    steps = 0
     if bench.is_emulated:
         simdevice.reset()
-    for seed in range(bench.work.stresses):
-        bench.show(f"{name}: {seed + 1} of {bench.work.stresses}")
-        for found in stress(bench, model, batch, seed):
-            comparison = compare(expected, found, noise)
-            exact = comparison.identical or any(noise.values())
-            wrong += bool(comparison.suspects) or not exact
-            identical &= comparison.identical
-            largest = max(largest, comparison.largest_error)
+    while steps < bench.work.stresses and not (steps and bench.limits.reached):
+        bench.show(f"{name}: {steps + 1} of {bench.work.stresses}")
+        judged += [plain.judge(found) for found in stress(bench, model, batch, steps)]
+        steps += 1
     broken = [str(violation) for violation in simdevice.violations()] if bench.is_emulated else []
-    said = f"{wrong} steps have wrong gradients" if wrong else f"the device saw {len(broken)} broken rules"
+    wrong = [judgement for judgement in judged if judgement.verdict is Verdict.FAIL]
+    unknown = [judgement for judgement in judged if judgement.verdict is Verdict.INCONCLUSIVE]
+    if wrong:
+        verdict, said = Verdict.FAIL, f"{len(wrong)} steps have wrong gradients: {wrong[0].summary}"
+    elif broken:
+        verdict, said = Verdict.FAIL, f"the device saw {len(broken)} broken rules"
+    elif unknown:
+        verdict, said = Verdict.INCONCLUSIVE, unknown[0].summary
+    else:
+        identical = all(judgement.identical for judgement in judged)
+        verdict, said = Verdict.PASS, f"{'bit-identical' if identical else OWN_NOISE} in {steps} steps"
     return Row(
         name=name,
-        verdict=Verdict.FAIL if wrong or broken else Verdict.PASS,
-        summary=said
-        if wrong or broken
-        else f"bit-identical in {bench.work.stresses} steps"
-        if identical
-        else "equal within what the plain model differs from run to run",
-        figures={"steps": bench.work.stresses, "wrong": wrong, "largest_error": largest, "broken_rules": broken[:3]},
+        verdict=verdict,
+        summary=said,
+        figures={
+            "steps": steps,
+            "wrong": len(wrong),
+            "largest_error": max(judgement.largest_error for judgement in judged),
+            "broken_rules": broken[:3],
+        },
     )
 
 

@@ -25,6 +25,12 @@ class Thresholds:
     plan_order: float = 0.15
     """Two policies whose measured steps differ by more than this, relative to the shorter, must be in the planned
     order. The order is what a plan claims about time; the error of each time is recorded beside it."""
+    plan_margin: float = 0.05
+    """Planned steps that differ by less than this are in no order, and so not in the wrong one."""
+    own_noise: float = 2.0
+    """How many times as much as in the plain model's own reruns a gradient may differ, where it should not."""
+    seconds: int = 540
+    """After this time, whatever has not begun is left out. A self-test takes under ten minutes."""
 
 
 THRESHOLDS = Thresholds()

@@ -11,11 +11,23 @@ A device stays registered until the process ends: torch cannot unregister one. T
 
 from __future__ import annotations
 
-from lowtide.simdevice._api import Settings, Stats, Violation, enable, is_enabled, reset, stats, violations
+from lowtide.simdevice._api import (
+    Settings,
+    Span,
+    Stats,
+    Violation,
+    enable,
+    is_enabled,
+    reset,
+    stats,
+    timeline,
+    violations,
+)
 from lowtide.simdevice._build import Toolchain, toolchain
 
 __all__ = [
     "Settings",
+    "Span",
     "Stats",
     "Toolchain",
     "Violation",
@@ -23,6 +35,7 @@ __all__ = [
     "is_enabled",
     "reset",
     "stats",
+    "timeline",
     "toolchain",
     "violations",
 ]

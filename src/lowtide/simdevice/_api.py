@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.errors import InvalidValueError
+from lowtide.errors import InvalidValueError, SimDeviceError
 from lowtide.simdevice import _build, _registration
 from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 OnViolation = Literal["record", "raise"]
@@ -91,6 +93,19 @@ class Violation:
         return f"{self.kind}: {self.message}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A kernel, or a copy between host and device, as the virtual clock placed it."""
+
+    kind: Literal["kernel", "h2d", "d2h"]
+    stream: int
+    begin: float
+    """Virtual seconds since the last `reset()`."""
+    end: float
+    pinned: bool
+    """Whether it is a copy from or to pinned memory."""
+
+
 def enable(
     *,
     memory: int | str | None = None,
@@ -134,6 +149,20 @@ def is_enabled() -> bool:
 def stats() -> Stats:
     """Return the device's figures now, without waiting for the device."""
     return Stats(**_build.library().stats())
+
+
+@contextlib.contextmanager
+def timeline() -> Iterator[list[Span]]:
+    """Record the kernels and copies that are submitted inside, in that order. The list is filled at the end."""
+    library = _build.library()
+    if library.is_recording():
+        raise SimDeviceError("the device's timeline is being recorded already: one recording must end before the next")
+    spans: list[Span] = []
+    library.start_timeline()
+    try:
+        yield spans
+    finally:
+        spans += [Span(*span) for span in library.stop_timeline()]
 
 
 def reset() -> None:

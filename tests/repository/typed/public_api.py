@@ -130,6 +130,8 @@ def device() -> None:
     assert_type(simdevice.enable(memory="1500KiB"), simdevice.Settings)
     assert_type(lowtide.simdevice.stats(), simdevice.Stats)
     assert_type(simdevice.violations(), list[simdevice.Violation])
+    with simdevice.timeline() as spans:
+        assert_type(spans, list[simdevice.Span])
     simdevice.enable(on_violation="ignore")  # type: ignore[arg-type]
     simdevice.enable("1500KiB")  # type: ignore[call-arg]
 

@@ -97,7 +97,7 @@ void copy_host_device(const HostCopy& copy, bool non_blocking) {
   if (asynchronous) reading.queued = writing.queued = sim.streams[copy.stream].submitted() + 1;
   sim.access(reading);
   sim.access(writing);
-  sim.charge_copy(copy.stream, copy.direction, copy.bytes());
+  sim.charge_copy(copy.stream, copy.direction, copy.bytes(), pinned);
   if (asynchronous && pinned) {
     queue_pinned(copy, to_device ? reading : writing);
   } else if (asynchronous) {
@@ -129,7 +129,7 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   StreamId stream = Streams::current();
   uint64_t tick = sim.begin(stream);
   sim.access({range_of(tensor), stream, tick, /*write=*/false, "item()"});
-  sim.charge_copy(stream, Direction::d2h, tensor.element_size());
+  sim.charge_copy(stream, Direction::d2h, tensor.element_size(), /*pinned=*/false);
   sim.host_wait(sim.streams.mark(stream));
   return at::native::_local_scalar_dense_cpu(cpu_alias(tensor));
 }

@@ -50,20 +50,22 @@ void Device::access(const Access& access) {
 void Device::charge_kernel(StreamId stream, double flops, double bytes) {
   ++counters.kernels;
   counters.flops += flops;
-  clock.host_spends(settings.launch);
-  Stream& on = streams[stream];
-  double duration = std::max(flops / settings.flops, bytes / settings.bandwidth);
-  on.ready = clock.compute.reserve(std::max(on.ready, clock.host), duration);
+  book(clock.compute, "kernel", stream, std::max(flops / settings.flops, bytes / settings.bandwidth), false);
 }
 
-void Device::charge_copy(StreamId stream, Direction direction, size_t bytes) {
+void Device::charge_copy(StreamId stream, Direction direction, size_t bytes, bool pinned) {
   ++counters.copies;
   bool h2d = direction == Direction::h2d;
   (h2d ? counters.h2d_bytes : counters.d2h_bytes) += bytes;
+  double duration = static_cast<double>(bytes) / (h2d ? settings.h2d : settings.d2h);
+  book(h2d ? clock.h2d : clock.d2h, h2d ? "h2d" : "d2h", stream, duration, pinned);
+}
+
+void Device::book(Engine& engine, const char* kind, StreamId stream, double duration, bool pinned) {
   clock.host_spends(settings.launch);
   Stream& on = streams[stream];
-  double duration = static_cast<double>(bytes) / (h2d ? settings.h2d : settings.d2h);
-  on.ready = (h2d ? clock.h2d : clock.d2h).reserve(std::max(on.ready, clock.host), duration);
+  on.ready = engine.reserve(std::max(on.ready, clock.host), duration);
+  if (timeline) timeline->push_back({kind, stream, on.ready - duration, on.ready, pinned});
 }
 
 void Device::host_wait(const Marker& marker) {

@@ -37,6 +37,14 @@ struct Counters {
 
 enum class Direction { h2d, d2h };
 
+// A kernel or a copy, as the clock placed it: in virtual seconds.
+struct Span {
+  const char* kind;  // "kernel", "h2d" or "d2h"
+  StreamId stream;
+  double begin, end;
+  bool pinned;  // a copy from or to pinned memory
+};
+
 struct Device {
   std::recursive_mutex mutex;
   Settings settings;
@@ -46,6 +54,7 @@ struct Device {
   Memory memory{*this};
   HostWatch watch;
   std::vector<Violation> violations;
+  std::optional<std::vector<Span>> timeline;  // while somebody records it
 
   void configure(const Settings& wanted);
 
@@ -57,7 +66,7 @@ struct Device {
 
   // Books time for a kernel or a copy.
   void charge_kernel(StreamId stream, double flops, double bytes);
-  void charge_copy(StreamId stream, Direction direction, size_t bytes);
+  void charge_copy(StreamId stream, Direction direction, size_t bytes, bool pinned);
 
   // The host waits; a violation that could not be raised where it was found is raised here at the latest.
   void host_wait(const Marker& marker);
@@ -70,6 +79,7 @@ struct Device {
   void reset();
 
  private:
+  void book(Engine& engine, const char* kind, StreamId stream, double duration, bool pinned);
   void wait_for_all();
   void raise_pending();
 

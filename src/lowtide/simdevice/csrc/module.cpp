@@ -76,6 +76,25 @@ py::list violations() {
   return records;
 }
 
+bool is_recording() {
+  Lock lock(device().mutex);
+  return device().timeline.has_value();
+}
+
+void start_timeline() {
+  Lock lock(device().mutex);
+  device().timeline.emplace();
+}
+
+py::list stop_timeline() {
+  Lock lock(device().mutex);
+  py::list spans;
+  for (const Span& span : device().timeline.value())
+    spans.append(py::make_tuple(span.kind, span.stream, span.begin, span.end, span.pinned));
+  device().timeline.reset();
+  return spans;
+}
+
 void reset() {
   Lock lock(device().mutex);
   device().reset();
@@ -91,6 +110,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("settings", &settings);
   m.def("stats", &stats);
   m.def("violations", &violations);
+  m.def("is_recording", &is_recording);
+  m.def("start_timeline", &start_timeline);
+  m.def("stop_timeline", &stop_timeline);
   m.def("reset", &reset);
   m.def("stop_autograd_threads", [] { torch::autograd::Engine::get_default_engine().stop(); },
         py::call_guard<py::gil_scoped_release>());
