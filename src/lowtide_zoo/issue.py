@@ -242,7 +242,7 @@ def write_issue(tiny_model: TinyModel, report: AuditReport) -> Issue:
     for word, value in {
         "{enable}": f"model.gradient_checkpointing_enable({arguments})",
         "{block!r}": repr(_block(check)),
-        "{name!r}": repr(next(iter(check.evidence.get("cut", ())), "")),
+        "{name!r}": repr(next(iter([*check.evidence.get("cut", ()), *check.evidence.get("untried", ())]), "")),
     }.items():
         body = body.replace(word, value)
     where = "in the plain model" if mode == PLAIN else f"with gradient_checkpointing_enable({arguments})"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NAMES = (
     "cut",
+    "untried",
     "lost",
     "gained",
     "different",
