@@ -96,6 +96,66 @@ def test_a_copy_with_wrong_gradients_is_worse_than_untidy():
     assert "embed.weight" in failure.summary
 
 
+def raises(*args, **kwargs):
+    raise RuntimeError("torn down")
+
+
+class BreaksWhenUndone(Engine):
+    def remove(self, model):
+        super().remove(model)
+        model.layers[0].forward = raises
+
+
+class RaisesWhenUndone(Engine):
+    def remove(self, model):
+        raise KeyError("layers")
+
+
+class BreaksTheSecondTime(Engine):
+    def __call__(self, model):
+        if not self.wraps(model.layers[0]):
+            model.layers[0].forward = raises
+        return super().__call__(model)
+
+
+class RefusesTheSecondTime(Engine):
+    def __call__(self, model):
+        if not self.wraps(model.layers[0]):
+            raise ValueError("it is on already")
+        return super().__call__(model)
+
+
+class DiesInCopies(DoublesInCopies):
+    def __call__(self, model):
+        applied = super().__call__(model)
+        model.register_forward_hook(raise_in_copies)
+        return applied
+
+
+def raise_in_copies(model, args, output):
+    if model.original != id(model):
+        raise RuntimeError("not the original")
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "grade", "sentence"),
+    [
+        (BreaksWhenUndone, "reversible", Grade.WRONG, "switched off, it raises"),
+        (RaisesWhenUndone, "reversible", Grade.WRONG, "switched off, it raises"),
+        (BreaksTheSecondTime, "idempotent", Grade.WRONG, "switched on twice, it raises"),
+        (RefusesTheSecondTime, "idempotent", Grade.UNTIDY, "untidy: switched on twice, it adds up"),
+        (DiesInCopies, "copy and pickle", Grade.WRONG, "copied, it raises"),
+    ],
+)
+def test_a_model_that_no_longer_runs_is_not_untidy(engine, name, grade, sentence):
+    model, batch = net()
+    report = audit(model, batch, configure=engine(), loss=loss, checks=["gradient values", name])
+    (failure,) = report.failures
+    assert (failure.name, failure.grade, report.ok) == (name, grade, grade is Grade.UNTIDY), report
+    assert report.conclusion == f"Gradients are right; {sentence}"
+    assert AuditReport.from_json(report.to_json())[name].grade is grade
+
+
 class Cut(engines.Net):
     """The last two layers see what the first ones computed, and pass no gradient back to them."""
 
@@ -132,7 +192,9 @@ def test_a_cut_graph_is_not_ok():
             "aside.bias",
         ],
     }
-    assert "the model's own code cuts parameters off from the loss" in report.conclusion
+    assert (
+        report.conclusion == "Gradients are the plain model's; the model's own code cuts parameters off from the loss"
+    )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
