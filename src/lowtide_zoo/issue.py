@@ -8,8 +8,10 @@ written up.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import io
 import re
 import subprocess
 import sys
@@ -232,7 +234,10 @@ class Issue:
 
 def write_issue(tiny_model: TinyModel, report: AuditReport) -> Issue:
     """Write up the worst failure of an audit of transformers' own flag."""
-    check = _worst(report)
+    return _written(tiny_model, _worst(report))
+
+
+def _written(tiny_model: TinyModel, check: CheckResult) -> Issue:
     mode = check.mode
     if mode != PLAIN and mode not in TRANSFORMERS:
         raise CannotAuditError("--format issue writes up transformers' own flag: leave --engine and --policy out")
@@ -251,6 +256,22 @@ def write_issue(tiny_model: TinyModel, report: AuditReport) -> Issue:
     return Issue(
         f"{tiny_model.model_class} {where}: {check.summary}", _imports(body) + _preamble(tiny_model) + body, error
     )
+
+
+def shows_here(tiny_model: TinyModel, check: CheckResult) -> bool:
+    """Return whether a failure's script shows it, run in this process: a forked one, which has imported what it needs.
+
+    A failure that no script can show is not shown.
+    """
+    if check.name not in _BODIES:
+        return False
+    issue = _written(tiny_model, check)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(issue.script, "fault.py", "exec"), {"__name__": "__main__"})  # noqa: S102  (our own script)
+    except Exception as error:  # noqa: BLE001  the script ends with an error, and it is looked at
+        return type(error).__name__ == issue.error
+    return False
 
 
 def shows(issue: Issue) -> str | None:

@@ -61,7 +61,10 @@ _OF_SETUP: dict[str, Callable[[Case], CheckResult]] = {
     "in-place changes": in_place.refused,
 }
 
-CHECKS = (*_OF_PLAIN_MODEL, *_OF_SETUP)
+OF_PLAIN_MODEL = tuple(_OF_PLAIN_MODEL)
+"""The names of the checks that are about the model itself, whatever the set-up is."""
+
+CHECKS = (*OF_PLAIN_MODEL, *_OF_SETUP)
 """The names of all checks, in the order of the report."""
 
 REFUSALS = (

@@ -80,6 +80,35 @@ def against(report: AuditReport, baseline: Baseline) -> AuditReport:
     return dataclasses.replace(report, checks=checks)
 
 
+def in_both(one: CheckResult, other: CheckResult) -> CheckResult | None:
+    """Return a failure with only the names that another failure of the same check has, too; None if there are none.
+
+    Evidence that is cut short says nothing about the names that it leaves out.
+    """
+    if _error_type(one.evidence) != _error_type(other.evidence):
+        return None
+    before, now = _subjects(one.evidence), _subjects(other.evidence)
+    if not before or before <= now:
+        return one
+    is_cut_short = any(
+        check.evidence.get("count", len(names)) > len(names) for check, names in ((one, before), (other, now))
+    )
+    if is_cut_short:
+        return one
+    if not before & now:
+        return None
+    kept = {key: _kept(key, one.evidence[key], now) for key in _NAMES if key in one.evidence}
+    summary = f"{one.summary} (with other weights and another batch, too: {len(before & now)} of {len(before)})"
+    count = {"count": len(before & now)} if "count" in one.evidence else {}
+    return dataclasses.replace(one, summary=summary, evidence=one.evidence | kept | count)
+
+
+def _kept(key: str, names: Any, subjects: set[str]) -> Any:
+    if isinstance(names, dict):
+        return {name: value for name, value in names.items() if f"{key}: {name}" in subjects}
+    return [name for name in names if f"{key}: {name}" in subjects]
+
+
 def _error_type(evidence: dict[str, Any]) -> str:
     """Return the class of the error that a failure is; empty if it is none."""
     return str(evidence.get("error", "")).partition(":")[0]

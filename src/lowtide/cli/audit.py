@@ -55,6 +55,8 @@ class EngineName(enum.StrEnum):
     ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
     PEFT_KBIT = "peft-kbit"
+    UNSLOTH = "unsloth"
+    AXOLOTL = "axolotl"
 
 
 def audit(
