@@ -139,6 +139,20 @@ def surveyed(path: Path, engine: str) -> set[Subject]:
     return {record.subject for record in read_records(path) if record.engine == engine}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """How long a survey took, from the search for its subjects to the last record."""
+
+    seconds: float
+    workers: int
+    subjects: int
+    """How many were audited in it. Others were in the records already, if it was resumed."""
+
+    def __str__(self) -> str:
+        workers = "worker" if self.workers == 1 else "workers"
+        return f"{self.subjects} audited in {self.seconds / 60:.0f} minutes with {self.workers} {workers}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Counts over all records of one engine."""

@@ -37,7 +37,7 @@ from lowtide.errors import (
     SilentNoOpError,
 )
 from lowtide.objective import objective
-from lowtide_zoo.issue import shows_here
+from lowtide_zoo.issue import is_shown
 from lowtide_zoo.peers import PEERS, audit_peer, require
 from lowtide_zoo.records import Record, command_for, read_records, surveyed, unfinished
 from lowtide_zoo.subjects import Subject, subjects_of
@@ -256,7 +256,7 @@ def _enter(record: Record, tiny_model: zoo.TinyModel, audited: Callable[..., lis
         failed = confirm(record, reports, _audit_again(record, again))
         if record.engine == Engine.TRANSFORMERS.value:
             record.shown = {
-                f"{check.mode}: {check.name}": shows_here(tiny_model, check)
+                f"{check.mode}: {check.name}": is_shown(tiny_model, check)
                 for check in failed
                 if check.grade is not Grade.UNTIDY
             }
