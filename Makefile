@@ -16,7 +16,8 @@
 #   make test-vision   diffusion and vision models (diffusers, timm) under every policy, from .venv-vision; writes
 #                docs/vision.json (a few minutes; ARGS=--plans writes docs/video_plans.json instead)
 #   make mutants SEED=1 COUNT=10   breaks the engine on purpose, ten times; writes docs/mutants.json (ARGS="--room stores")
-#   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
+#   make zoo     audits every class and variant of transformers, theirs and ours, and writes docs/zoo (hours; goes on where it
+#                was stopped)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about half an hour)
 #   make plans-measured   plans beside memory that others measured on GPUs (ten minutes; ARGS="4 11" for some of them)
 #   make hardware    the page of devices, from docs/hardware
@@ -87,7 +88,7 @@ test-vision: .venv-vision/.ready
 mutants: .venv/.dev
 	$(BIN)/python tools/mutants.py --seed $(SEED) --count $(COUNT) $(ARGS)
 
-ZOO := $(BIN)/lowtide audit --zoo --resume --format json
+ZOO := $(BIN)/lowtide audit --zoo --every-class --variants --resume --format json
 TRANSFORMERS = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('transformers'))")
 
 # An exit code of 1 says that something failed, which is what the page is for.

@@ -59,9 +59,10 @@ def main() -> None:
 
 def page(records: list[Record]) -> str:
     found = {(record.model_type, record.engine): record for record in records}
-    lines = [INTRODUCTION, f"| architecture | {' | '.join(ENGINES)} |", f"|---|{'---|' * len(ENGINES)}"]
+    engines = [engine for engine in ENGINES if any(record.engine == engine for record in records)]
+    lines = [INTRODUCTION, f"| architecture | {' | '.join(engines)} |", f"|---|{'---|' * len(engines)}"]
     for architecture in ARCHITECTURES:
-        row = [found.get((architecture, engine)) for engine in ENGINES]
+        row = [found.get((architecture, engine)) for engine in engines]
         if all(record is not None for record in row):
             lines.append(f"| {architecture} | {' | '.join(cell(record) for record in row if record is not None)} |")
     versions = sorted({json.dumps(record.versions, sort_keys=True) for record in records if record.versions})

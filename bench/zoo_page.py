@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from lowtide.auditing.grades import Grade
-from lowtide.auditing.setups import MODES
-from lowtide_zoo.records import NO_FAILURE, Record, summarize
+from lowtide.auditing.setups import MODES, PLAIN
+from lowtide_zoo.records import NO_FAILURE, Pass, Record, summarize
 from lowtide_zoo.survey import TILED
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -43,6 +43,12 @@ def load(path: Path) -> list[Record]:
     return [Record(**record) for record in json.loads(path.read_text())["records"]]
 
 
+def last_pass(path: Path) -> list[str]:
+    """Say how long the survey took, if the file knows: older ones do not."""
+    data = json.loads(path.read_text())["summary"].get("pass")
+    return [f"The last pass: {Pass(**data)}.", ""] if data else []
+
+
 def main() -> None:
     (DOCS / "zoo.md").write_text(from_records())
     why = DOCS / "why.md"
@@ -50,9 +56,7 @@ def main() -> None:
 
 
 def from_records() -> str:
-    data, ours = record_files()
-    version = data.stem.removeprefix("transformers-")
-    return page(version, data.name, load(data), ours.name, load(ours))
+    return page(*record_files())
 
 
 def record_files() -> tuple[Path, Path]:
@@ -76,6 +80,9 @@ def with_table(text: str) -> str:
         default, reentrant = (theirs.by_check.get(f"{mode}: {check}", 0) for mode in ("default", "reentrant"))
         ours_fail = sum(count for name, count in ours.by_check.items() if name.endswith(f": {check}"))
         lines.append(f"| {words} | {default} | {reentrant} | {ours_fail} |")
+    if PLAIN in modes_of(load(record_files()[0])):
+        cut = theirs.by_check.get(f"{PLAIN}: parameters reached", 0)
+        lines.append(f"| the plain model's own code cuts parameters off from the loss | {cut} | {cut} | |")
     lines.append(f"| `recompute` is refused by name, with the reason | | | {ours.by_status['refused']} |")
     lines += ["", what_was_applied(load(record_files()[1]))]
     return _TABLE.sub("\n" + "\n".join(lines) + "\n\n", text)
@@ -95,17 +102,20 @@ def what_was_applied(ours: list[Record]) -> str:
     )
 
 
-def page(version: str, name: str, theirs: list[Record], our_name: str, ours: list[Record]) -> str:
+def page(their_file: Path, our_file: Path) -> str:
+    """Write the page from the records of transformers' own checkpointing, and of Lowtide's."""
+    theirs, ours = load(their_file), load(our_file)
     own, lowtide = summarize(theirs), summarize(ours)
     lines = [
-        f"# The zoo: transformers {version}",
+        f"# The zoo: transformers {their_file.stem.removeprefix('transformers-')}",
         "",
-        INTRODUCTION.format(name=name),
+        INTRODUCTION.format(name=their_file.name),
         "",
         "## transformers' own checkpointing",
         "",
         *counts(own),
         "",
+        *last_pass(their_file),
         GRADED,
         "",
         *grades(theirs),
@@ -116,7 +126,7 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         "",
         "### Architecture by architecture",
         "",
-        "| model type | class | grade | mode: check | what was found | repeat with |",
+        "| architecture | class | grade | mode: check | what was found | repeat with |",
         "|---|---|---|---|---|---|",
         *rows(theirs, own.everywhere),
         "",
@@ -124,6 +134,7 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         "",
         *counts(lowtide),
         "",
+        *last_pass(our_file),
         what_was_applied(ours),
         "",
         *our_failures(ours),
@@ -131,14 +142,14 @@ def page(version: str, name: str, theirs: list[Record], our_name: str, ours: lis
         *our_refusals(ours),
         "",
         *tiled_blocks(ours),
-        f"[The records](zoo/{our_name}).",
+        f"[The records](zoo/{our_file.name}).",
         "",
         "## What could not be audited",
         "",
-        "| model type | status | why |",
+        "| architecture | status | why |",
         "|---|---|---|",
         *(
-            f"| {r.model_type} | {r.status} | {cell(r.why or '')} |"
+            f"| {r.subject.name} | {r.status} | {cell(r.why or '')} |"
             for r in theirs
             if r.status not in ("audited", "no checkpointing")
         ),
@@ -154,14 +165,23 @@ def counts(summary: object) -> list[str]:
 
 
 def grades(records: list[Record]) -> list[str]:
-    """Return the table of architectures by the worst grade of their failures, in each mode."""
-    audited = [record for record in records if record.status == "audited"]
-    worst = {mode: collections.Counter(record.worst_in(mode) for record in audited) for mode in MODES}
-    lines = [f"| worst grade | {' | '.join(MODES)} |", "|---|---|---|"]
+    """Return the table of architectures by the worst grade of their failures, in each mode and of the plain model."""
+    modes = modes_of(records)
+    worst = {mode: collections.Counter(r.worst_in(mode) for r in records if judged_in(r, mode)) for mode in modes}
+    lines = [f"| worst grade | {' | '.join(modes)} |", f"|---|{'---|' * len(modes)}"]
     return lines + [
-        f"| {grade or NO_FAILURE} | {' | '.join(str(worst[mode][grade]) for mode in MODES)} |"
+        f"| {grade or NO_FAILURE} | {' | '.join(str(worst[mode][grade]) for mode in modes)} |"
         for grade in (*reversed(Grade), None)
     ]
+
+
+def modes_of(records: list[Record]) -> list[str]:
+    """Return the modes of transformers' flag, and the plain model if the records judge it: older ones do not."""
+    return [*MODES, *([PLAIN] if any(judged_in(record, PLAIN) for record in records) else [])]
+
+
+def judged_in(record: Record, mode: str) -> bool:
+    return PLAIN in record.verdicts if mode == PLAIN else record.status == "audited"
 
 
 def rows(records: list[Record], everywhere: list[str]) -> list[str]:
@@ -170,8 +190,9 @@ def rows(records: list[Record], everywhere: list[str]) -> list[str]:
         for failure in record.failures:
             check = f"{failure['mode']}: {failure['name']}"
             if check not in everywhere:
-                start = f"| {record.model_type} | {record.model_class} | {failure['grade']} | {check} "
-                found.append(f"{start}| {cell(failure['summary'])} | `{record.command}` |")
+                doubt = "" if record.shown.get(check, True) else " (not shown by a script)"
+                start = f"| {record.subject.name} | {record.model_class} | {failure['grade']} | {check} "
+                found.append(f"{start}| {cell(failure['summary'])}{doubt} | `{record.command}` |")
     return found
 
 
@@ -179,7 +200,7 @@ def our_failures(records: list[Record]) -> list[str]:
     found = rows(records, [])
     if not found:
         return ["No check failed."]
-    head = "| model type | class | grade | policy: check | what was found | repeat with |"
+    head = "| architecture | class | grade | policy: check | what was found | repeat with |"
     return [head, "|---|---|---|---|---|---|", *found]
 
 
@@ -191,9 +212,9 @@ def our_refusals(records: list[Record]) -> list[str]:
     return [
         "Refused by name:",
         "",
-        "| model type | the error |",
+        "| architecture | the error |",
         "|---|---|",
-        *(f"| {record.model_type} | {cell(record.why or '')} |" for record in refused),
+        *(f"| {record.subject.name} | {cell(record.why or '')} |" for record in refused),
     ]
 
 
@@ -229,7 +250,7 @@ def example(records: list[Record], check: str) -> str:
     for record in records:
         for failure in record.failures:
             if f"{failure['mode']}: {failure['name']}" == check:
-                return f"For example {record.model_type}: {cell(failure['summary'])}"
+                return f"For example {record.subject.name}: {cell(failure['summary'])}"
     return ""
 
 

@@ -20,6 +20,7 @@
     |   |-- DoesNotFitError      no policy fits the budget
     |   `-- OutOfCapacityError   a simulated allocator ran out of memory
     |-- CannotAuditError         the audit has no training step to judge by [ValueError]
+    |   |-- CannotSetUpError     another library's set-up does not fit the model
     |   `-- NoGradientError      the loss requires no gradient
     |-- CannotBuildError         the zoo found no tiny model of an architecture that trains
     `-- DemoError                the demo did not show what it should
@@ -113,6 +114,10 @@ class OutOfCapacityError(PlanError):
 
 class CannotAuditError(LowtideError, ValueError):
     """The model, the batch or the loss do not allow even one training step to judge by."""
+
+
+class CannotSetUpError(CannotAuditError):
+    """Another library's set-up cannot be applied to this model; the message says what the model lacks."""
 
 
 class NoGradientError(CannotAuditError):

@@ -20,7 +20,7 @@ from lowtide.html import render
 from lowtide_zoo.records import fails_everywhere, summarize
 
 if TYPE_CHECKING:
-    from lowtide_zoo.records import Record
+    from lowtide_zoo.records import Pass, Record
 
 _TEMPLATE = Path(__file__).parent / "templates" / "zoo.html"
 
@@ -50,9 +50,11 @@ def as_text(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def as_json(records: list[Record]) -> str:
-    """Format everything: the summary, then the records."""
+def as_json(records: list[Record], last_pass: Pass | None = None) -> str:
+    """Format everything: the summary, with how long the survey took, then the records."""
     data: dict[str, Any] = dataclasses.asdict(summarize(records))
+    if last_pass is not None:
+        data["pass"] = dataclasses.asdict(last_pass)
     ordered = sorted(records, key=lambda record: record.subject)
     return strict_json.as_json({"summary": data, "records": [dataclasses.asdict(record) for record in ordered]})
 

@@ -6,16 +6,23 @@
 | `accelerate` | the FSDP2 plugin's `activation_checkpointing=True`: torch's wrappers around the layers |
 | `deepspeed` | transformers' flag with `deepspeed.checkpointing.checkpoint` in the place of torch's |
 | `peft-kbit` | LoRA on a base that `prepare_model_for_kbit_training` froze, as for QLoRA, here without quantization |
+| `unsloth` | transformers' flag with unsloth_zoo's checkpoint in the place of torch's, and its smart one on a GPU |
+| `axolotl` | transformers' flag with axolotl's function that offloads the inputs of layers |
 
 Each calls the library's own code on one process. What a trainer or a launcher adds around it is not judged: sharding,
-mixed precision, and kernels that need a GPU.
+mixed precision, and kernels that need a GPU. What a library changes for the whole process is put back after its audit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
+import importlib.util
+import os
+import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +31,11 @@ import torch
 from lowtide.auditing import audit
 from lowtide.auditing.baseline import against, read_baseline
 from lowtide.auditing.setups import PLAIN
-from lowtide.errors import CannotAuditError, MissingDependencyError
+from lowtide.errors import CannotSetUpError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import nn
@@ -43,12 +51,17 @@ class PeerSetup:
     configure: Callable[[nn.Module], Any]
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model
     """Makes the model that is trained, such as one with adapters: the reference has it, too."""
+    surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Holds while the set-up is audited: what the library changes for the whole process, and undoes afterwards."""
+    needs_accelerator: bool = False
+    """Whether the library moves tensors from a GPU to pinned memory, whatever device the model is on."""
 
 
 def audit_peer(
     engine: str, model: nn.Module, batch: Any, *, baseline: Path | None = None, **options: Any
 ) -> AuditReport:
     """Audit a copy of a model under every set-up of an engine, each as a mode of one report."""
+    require(engine)
     reports = [_audit(setup, model, batch, options) for setup in peer_setups(engine)]
     checks = [check for number, report in enumerate(reports) for check in report.checks if _is_new(check, number)]
     blocks = {mode: found for report in reports for mode, found in report.blocks.items()}
@@ -57,11 +70,12 @@ def audit_peer(
 
 
 def _audit(setup: PeerSetup, model: nn.Module, batch: Any, options: dict[str, Any]) -> AuditReport:
-    try:
-        prepared = setup.prepare(copy.deepcopy(model))
-    except (ValueError, AttributeError, TypeError) as error:
-        raise CannotAuditError(f"{setup.mode} cannot prepare {type(model).__name__}: {error}") from error
-    report = audit(prepared, batch, configure=setup.configure, **options)
+    with setup.surroundings():
+        try:
+            prepared = setup.prepare(copy.deepcopy(model))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise CannotSetUpError(f"{setup.mode} cannot prepare {type(model).__name__}: {error}") from error
+        report = audit(prepared, batch, configure=setup.configure, **options)
     return dataclasses.replace(
         report,
         model=type(model).__name__,
@@ -75,9 +89,25 @@ def _is_new(check: CheckResult, report: int) -> bool:
     return check.mode != PLAIN or report == 0
 
 
+def require(engine: str) -> None:
+    """Refuse an engine whose library is not installed or cannot run here, before anything is run."""
+    package = _PACKAGES.get(engine)
+    if package is not None and not is_installed(package):
+        raise MissingDependencyError(
+            f"--engine {engine} needs {package}, which is not installed: pip install {package}"
+        )
+    if engine in PEERS and not peer_setups(engine):
+        raise CannotSetUpError(f"--engine {engine} needs an accelerator such as a GPU, and there is none here")
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is there. It is not imported: some of them change torch as they are."""
+    return importlib.util.find_spec(package) is not None
+
+
 def peer_setups(engine: str) -> list[PeerSetup]:
-    """Return the set-ups of an engine. Its library must be installed."""
-    return _SETUPS[engine]
+    """Return the set-ups of an engine that can run here. Its library must be installed."""
+    return [setup for setup in _SETUPS[engine] if torch.accelerator.is_available() or not setup.needs_accelerator]
 
 
 class _Flag:
@@ -97,7 +127,7 @@ class _Flag:
 
 def _require_support(model: Any) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise CannotAuditError(f"{type(model).__name__} does not support gradient checkpointing")
+        raise CannotSetUpError(f"{type(model).__name__} does not support gradient checkpointing")
 
 
 def _trl_flag(model: nn.Module) -> _Flag:
@@ -116,7 +146,7 @@ def _accelerate(model: nn.Module) -> None:
     there = {type(module).__name__ for module in model.modules()}
     layers = [name for name in getattr(model, "_no_split_modules", None) or () if name in there]
     if not layers:
-        raise CannotAuditError(f"{type(model).__name__} declares no layers for accelerate's plugin to wrap")
+        raise CannotSetUpError(f"{type(model).__name__} declares no layers for accelerate's plugin to wrap")
     plugin = _package("accelerate").FullyShardedDataParallelPlugin(
         fsdp_version=2,
         activation_checkpointing=True,
@@ -154,12 +184,60 @@ def _kbit(model: Any) -> None:
         parameter.requires_grad_(True)
 
 
+@contextlib.contextmanager
+def _unsloth_patches(name: str, *arguments: Any) -> Iterator[None]:
+    """Let a function of unsloth_zoo replace torch's and transformers' functions, and put everything back."""
+    patched = [importlib.import_module(name) for name in ("torch.utils.checkpoint", "transformers.modeling_utils")]
+    held, environment = [dict(vars(module)) for module in patched], dict(os.environ)
+    if not torch.cuda.is_available():
+        os.environ |= {"UNSLOTH_ZOO_DISABLE_GPU_INIT": "1", "UNSLOTH_DISABLE_DOUBLE_BUFFER": "1"}
+    try:
+        zoo = _package("unsloth_zoo.gradient_checkpointing")
+        with contextlib.redirect_stdout(sys.stderr):  # where it prints that it has patched
+            getattr(zoo, f"patch_{name}")(*arguments)
+        try:
+            yield
+        finally:
+            getattr(zoo, f"unpatch_{name}")()
+    finally:
+        for module, names in zip(patched, held, strict=True):
+            for added in vars(module).keys() - names.keys():
+                delattr(module, added)
+            vars(module).update(names)
+        os.environ.clear()
+        os.environ |= environment
+
+
+def _unsloth(model: nn.Module) -> _Flag:
+    return _Flag(model, use_reentrant=True)
+
+
+def _axolotl(model: nn.Module) -> _Flag:
+    module = _package("axolotl.monkeypatch.gradient_checkpointing")
+    return _Flag(model, module.hf_grad_checkpoint_offload_wrapper)
+
+
+_SMART = ("unsloth_smart_gradient_checkpointing", torch.float32)
+
 _SETUPS = {
     "trl": [PeerSetup("trl", _trl_flag), PeerSetup("trl, selective", _trl_selective)],
     "accelerate": [PeerSetup("accelerate, FSDP2 plugin", _accelerate)],
     "deepspeed": [PeerSetup("deepspeed", _deepspeed)],
     "peft-kbit": [PeerSetup("peft, k-bit", _kbit, _with_adapters)],
+    "unsloth": [
+        PeerSetup("unsloth", _unsloth, surroundings=functools.partial(_unsloth_patches, "gradient_checkpointing")),
+        PeerSetup(
+            "unsloth, smart",
+            _unsloth,
+            surroundings=functools.partial(_unsloth_patches, *_SMART),
+            needs_accelerator=True,
+        ),
+    ],
+    "axolotl": [PeerSetup("axolotl, offload", _axolotl, needs_accelerator=True)],
 }
+
+_PACKAGES = {engine: engine for engine in _SETUPS} | {"peft-kbit": "peft", "unsloth": "unsloth_zoo"}
+"""The package that each engine needs."""
 
 PEERS = tuple(_SETUPS)
 """The names of the engines."""

@@ -58,6 +58,9 @@ class Record:
     """The class that was asked for; empty if it was the type's usual one."""
     variant: str = ""
     """The feature that was turned on."""
+    shown: dict[str, bool] = dataclasses.field(default_factory=dict)
+    """By "mode: check", whether a script without Lowtide showed the failure. Not in it: those for which none was run,
+    such as what is only untidy."""
     left_alone: dict[str, str] = dataclasses.field(default_factory=dict)
     """The regions that did not although they call attention, and why."""
 
@@ -80,6 +83,11 @@ class Record:
     def worst(self) -> Grade | None:
         """The worst grade of a failure; None if nothing failed."""
         return max(self.grades, key=list(Grade).index, default=None)
+
+    def label(self, failure: dict[str, Any]) -> str:
+        """Name a failure by its mode and check, and say if a script did not show it."""
+        name = f"{failure['mode']}: {failure['name']}"
+        return name if self.shown.get(name, True) else f"{name} (not shown by a script)"
 
     def worst_in(self, mode: str) -> Grade | None:
         """Return the worst grade of a failure in one mode; None if nothing failed in it."""
@@ -131,6 +139,20 @@ def surveyed(path: Path, engine: str) -> set[Subject]:
     return {record.subject for record in read_records(path) if record.engine == engine}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """How long a survey took, from the search for its subjects to the last record."""
+
+    seconds: float
+    workers: int
+    subjects: int
+    """How many were audited in it. Others were in the records already, if it was resumed."""
+
+    def __str__(self) -> str:
+        workers = "worker" if self.workers == 1 else "workers"
+        return f"{self.subjects} audited in {self.seconds / 60:.0f} minutes with {self.workers} {workers}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Counts over all records of one engine."""
@@ -150,7 +172,7 @@ class Summary:
 
 def summarize(records: list[Record]) -> Summary:
     """Count the records of one engine."""
-    audited = [record for record in records if record.status == "audited"]
+    audited = [record for record in records if record.status == "audited" or record.failures]
     counts: collections.Counter[str] = collections.Counter()
     for record in audited:
         counts.update(_failed_checks(record))
@@ -158,7 +180,7 @@ def summarize(records: list[Record]) -> Summary:
     failing = {
         record.subject.name: names
         for record in audited
-        if (names := [name for name in _failed_checks(record) if name not in everywhere])
+        if (names := [record.label(f) for f in record.failures if f"{f['mode']}: {f['name']}" not in everywhere])
     }
     return Summary(
         engine=records[0].engine if records else "",

@@ -23,11 +23,22 @@ import torch
 
 import lowtide
 import lowtide_zoo as zoo
-from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, CheckResult, Verdict, audit
-from lowtide.auditing.setups import MODES, PLAIN
-from lowtide.errors import CacheError, LogitsNotComputedError, NoRegionError, NotTokenWiseError, SilentNoOpError
+from lowtide.auditing import CHECKS, AuditReport, CannotAuditError, CheckResult, Grade, Verdict, audit
+from lowtide.auditing.audit import OF_PLAIN_MODEL
+from lowtide.auditing.baseline import in_both
+from lowtide.auditing.setups import AS_IT_IS, MODES, PLAIN
+from lowtide.errors import (
+    CacheError,
+    CannotSetUpError,
+    LogitsNotComputedError,
+    MissingDependencyError,
+    NoRegionError,
+    NotTokenWiseError,
+    SilentNoOpError,
+)
 from lowtide.objective import objective
-from lowtide_zoo.peers import PEERS, audit_peer
+from lowtide_zoo.issue import is_shown
+from lowtide_zoo.peers import PEERS, audit_peer, require
 from lowtide_zoo.records import Record, command_for, read_records, surveyed, unfinished
 from lowtide_zoo.subjects import Subject, subjects_of
 
@@ -69,6 +80,8 @@ class Engine(enum.StrEnum):
     ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
     PEFT_KBIT = "peft-kbit"
+    UNSLOTH = "unsloth"
+    AXOLOTL = "axolotl"
     """Set-ups of other libraries (`peers`)."""
 
 
@@ -87,6 +100,7 @@ def run_survey(
     A subject in the place of a model type names a class or a variant. Without `resume`, the file's records of these
     subjects under this engine are replaced; all other records stay.
     """
+    require(engine.value)
     subjects = [Subject(item) if isinstance(item, str) else item for item in model_types]
     _prepare(path, engine, () if resume else subjects)
     done = surveyed(path, engine.value)
@@ -201,6 +215,8 @@ def survey_one(subject: Subject | str, engine: Engine) -> Record:
         _survey(record, tiny_model, engine)
     except zoo.CannotBuildError as error:
         record.status, record.why = "not built", "; ".join(list(dict.fromkeys(error.reasons))[:3])
+    except (CannotSetUpError, MissingDependencyError) as error:
+        record.status, record.why = "refused", str(error)
     except CannotAuditError as error:
         record.status, record.why = "failed to run", str(error)
     record.seconds = round(time.monotonic() - started, 2)
@@ -213,23 +229,44 @@ def _survey(record: Record, tiny_model: zoo.TinyModel, engine: Engine) -> None:
         model, "supports_gradient_checkpointing", False
     ):
         record.status, record.why = "no checkpointing", f"{tiny_model.model_class} does not support it"
+        if engine is Engine.TRANSFORMERS:
+            _enter(record, tiny_model, functools.partial(_audit_plain_model, tiny_model))
         return
     accepted, refusals = _policies(model, tiny_model.batch(0), record) if engine is Engine.LOWTIDE else ([], {})
     if refusals and not accepted:
         record.status, record.why = "refused", "; ".join(refusals.values())
         return
-    reports = audit_tiny_model(tiny_model, engine, accepted, seed=0)
+    if refusals:
+        record.why = "; ".join(f"{policy} is refused: {why}" for policy, why in refusals.items())
+    _enter(record, tiny_model, functools.partial(audit_tiny_model, tiny_model, engine, accepted))
+
+
+def _enter(record: Record, tiny_model: zoo.TinyModel, audited: Callable[..., list[AuditReport]]) -> None:
+    """Audit, audit what failed again with other weights and another batch, and show what failed again by scripts."""
+    reports = audited(seed=0)
     record.stacks = _stacks(reports[0])
     record.verdicts = {
         check.mode: {c.name: c.verdict.value for c in report.checks if c.mode == check.mode}
         for report in reports
         for check in report.checks
     }
-    if refusals:
-        record.why = "; ".join(f"{policy} is refused: {why}" for policy, why in refusals.items())
     if any(report.failures for report in reports):
         names = {check.name for report in reports for check in report.failures if check.name in CHECKS}
-        _confirm(record, reports, _audit_again(record, tiny_model, engine, accepted, sorted(names)))
+        again = functools.partial(audited, seed=1, checks=sorted(names))
+        failed = confirm(record, reports, _audit_again(record, again))
+        if record.engine == Engine.TRANSFORMERS.value:
+            record.shown = {
+                f"{check.mode}: {check.name}": is_shown(tiny_model, check)
+                for check in failed
+                if check.grade is not Grade.UNTIDY
+            }
+
+
+def _audit_plain_model(tiny_model: zoo.TinyModel, *, seed: int, checks: list[str] | None = None) -> list[AuditReport]:
+    """Run the checks of the model itself."""
+    del checks
+    model, batch = tiny_model.build(seed), tiny_model.batch(seed)
+    return [audit(model, batch, modes=[AS_IT_IS], checks=OF_PLAIN_MODEL, dropout=DROPOUT, seed=seed)]
 
 
 def _policies(
@@ -320,27 +357,33 @@ def _comparable(policy: str, checks: list[CheckResult]) -> list[CheckResult]:
     ]
 
 
-def _audit_again(
-    record: Record, tiny_model: zoo.TinyModel, engine: Engine, policies: list[str], checks: list[str]
-) -> list[AuditReport]:
+def _audit_again(record: Record, audited: Callable[[], list[AuditReport]]) -> list[AuditReport]:
     """Audit with other weights and another batch. If that cannot be run, the failures are kept as unconfirmed."""
     try:
-        return audit_tiny_model(tiny_model, engine, policies, seed=1, checks=checks)
+        return audited()
     except Exception as error:  # noqa: BLE001  whatever it was, the first audit stands
         why = f"what failed could not be confirmed: {type(error).__name__}: {error}"
         record.why = f"{record.why}; {why}" if record.why else why
         return []
 
 
-def _confirm(record: Record, first: list[AuditReport], second: list[AuditReport]) -> None:
-    """Enter the failures of the first audit: those that failed in the second, too, and those that did not."""
-    again = {(check.mode, check.name) for report in second for check in report.failures}
+def confirm(record: Record, first: list[AuditReport], second: list[AuditReport]) -> list[CheckResult]:
+    """Enter the failures of the first audit: those that failed in the second, too, and those that did not.
+
+    Both must fail for the same parameters or blocks, and only these are entered. Return the checks that failed twice.
+    """
+    again = {(check.mode, check.name): check for report in second for check in report.failures}
+    twice = []
     for report in first:
         for check in report.failures:
-            failure: dict[str, Any] = check.to_dict()
+            other = again.get((check.mode, check.name))
+            both = None if other is None else in_both(check, other)
+            failure: dict[str, Any] = (both or check).to_dict()
             del failure["verdict"], failure["known"]
             failure["command"] = command_for(record.subject, record.engine, check.mode)
-            (record.failures if (check.mode, check.name) in again else record.unconfirmed).append(failure)
+            (record.unconfirmed if both is None else record.failures).append(failure)
+            twice += [both] if both is not None else []
+    return twice
 
 
 def _stacks(report: AuditReport) -> list[str]:

@@ -24,6 +24,9 @@ def lost(*names: str, count: int | None = None) -> dict:
     return {"lost": list(names), "count": len(names) if count is None else count}
 
 
+NONE_LEFT = {"error": "NoGradientError: the loss needs no gradient"}
+
+
 @pytest.mark.parametrize(
     ("before", "now", "ok"),
     [
@@ -33,6 +36,13 @@ def lost(*names: str, count: int | None = None) -> dict:
         (one(evidence=lost("a")), one(evidence=lost("a", "b")), False),
         (one(evidence=lost("a", count=30)), one(evidence=lost("z", count=20)), True),
         (one(evidence=lost("a", count=30)), one(evidence=lost("a", count=31)), False),
+        (one(evidence=lost("a")), one(evidence=NONE_LEFT), False),
+        (one(evidence=lost("a", count=30)), one(evidence=NONE_LEFT), False),
+        (one(evidence=NONE_LEFT), one(evidence=NONE_LEFT | {"error": "NoGradientError: other words"}), True),
+        (one(evidence=NONE_LEFT), one(evidence={"error": "TypeError: no"}), False),
+        (one(evidence=NONE_LEFT), one(evidence=lost("a")), False),
+        (one(evidence=lost("a", "b")), one(), False),
+        (one("memory", evidence={"bytes": 1}), one("memory", evidence={"bytes": 2}), True),
         (one(), one(mode="reentrant"), False),
         (one(), one("outputs"), False),
         (one("idempotent"), one("idempotent", escalated=Grade.WRONG), False),

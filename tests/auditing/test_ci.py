@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -190,40 +186,3 @@ def test_a_badge_says_the_worst_grade(made: AuditReport, message: str, colour: s
 @pytest.mark.parametrize("made", [report(), mild(), one(verdict=Verdict.FAIL, escalated=Grade.UNTIDY)])
 def test_a_report_is_read_back(made: AuditReport):
     assert AuditReport.from_json(made.to_json()) == made
-
-
-def test_the_action_audits_once_and_writes_annotations_comment_and_badge(tmp_path: Path):
-    (tmp_path / "factory.py").write_text(
-        "from models import engines\n"
-        "def faulty():\n"
-        "    model, batch = engines.net()\n"
-        "    checks = ['recomputed', 'gradient values']\n"
-        "    return model, batch, {'configure': engines.SkipsALayer(), 'loss': engines.loss, 'checks': checks}\n"
-    )
-    root = Path(__file__).parents[2]
-    paths = [str(tmp_path), str(root / "tests"), str(root / "src")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-
-    def act(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(root / "tools" / "audit_action.py"), str(tmp_path), "factory:faulty", *options]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    done = act()
-    assert done.returncode == 1, done.stderr
-    found = commands(done.stdout)
-    assert [name for name, _, _ in found] == ["error", "notice"]
-    assert found[0][1] == "Net [configured] recomputed (no-effect)"
-    comment = (tmp_path / "comment.md").read_text().splitlines()
-    assert comment[0] == "<!-- lowtide audit of factory:faulty -->"
-    assert comment[1] == "**not ok**: `Net`: Gradients are right; layers is not wholly recomputed."
-    assert json.loads((tmp_path / "badge.json").read_text())["message"] == "no-effect"
-    (tmp_path / "report.json").rename(tmp_path / "known.json")
-    assert act("--baseline", str(tmp_path / "known.json")).returncode == 0
-    assert json.loads((tmp_path / "badge.json").read_text())["message"] == "gradients right"
-
-
-def test_the_action_passes_every_input_on():
-    text = (Path(__file__).parents[2] / "action.yml").read_text()
-    inputs = re.findall(r"^  ([\w-]+):$", text.partition("inputs:")[2].partition("outputs:")[0], re.MULTILINE)
-    assert inputs == ["target", "fail-on", "baseline", "policy", "comment", "install", "token"]
-    assert [name for name in inputs if f"inputs.{name}" not in text] == []

@@ -14,12 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 import lowtide
+import lowtide_zoo.issue
+import lowtide_zoo.peers
 import lowtide_zoo.survey
 from lowtide.auditing import CannotAuditError
 from lowtide.cli import app
 from lowtide.errors import OffloadError
 from lowtide_zoo.audited_model import load_audited
 from lowtide_zoo.records import Record
+from lowtide_zoo.subjects import subjects_of
 from support import needs_zoo
 from support.foreign_warnings import ignore_warnings_of
 
@@ -382,6 +385,75 @@ def test_a_model_folder(run, tmp_path):
     result = run("llama/", "--engine", "lowtide", "--checks", "recomputed,gradient values")
     assert result.exit_code == 0, result.output
     assert "LlamaForCausalLM" in result.output
+
+
+@needs_zoo
+def test_the_classes_and_variants_of_a_family(run, tmp_path, monkeypatch):
+    """What a survey is given to audit, and what it writes down about itself."""
+    asked = []
+
+    def run_survey(subjects, engine, path, **_):
+        asked.extend(subjects)
+        return [
+            Record(
+                model_type=subject.model_type,
+                subject_class=subject.model_class,
+                variant=subject.variant,
+                engine=engine.value,
+                status="audited",
+                versions={},
+                command="",
+            )
+            for subject in subjects
+        ]
+
+    monkeypatch.setattr(lowtide_zoo.survey, "run_survey", run_survey)
+    monkeypatch.setattr(lowtide_zoo.survey, "find_subjects", found_here)
+    result = run("--zoo", "--family", "blip", "--every-class", "--variants", "--format", "json", "-o", "zoo.json")
+    assert result.exit_code == 0, result.output
+    names = {subject.name for subject in asked}
+    assert names >= {"blip BlipModel", "blip BlipForConditionalGeneration"}
+    data = json.loads((tmp_path / "zoo.json").read_text())["summary"]
+    assert (data["total"], data["pass"]["subjects"], data["pass"]["workers"]) == (len(asked), len(asked), 2)
+    assert data["pass"]["seconds"] > 0
+
+
+def found_here(model_types, *, every_class, variants, workers, on_type):
+    """In this process: a server of processes would be shared with other tests."""
+    assert workers == 2
+    found = [subjects_of(name, every_class=every_class, variants=variants) for name in model_types]
+    for name in model_types:
+        on_type(name)
+    return [subject for subjects in found for subject in subjects]
+
+
+def test_a_survey_with_a_library_that_is_missing(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(lowtide_zoo.peers, "is_installed", lambda _: False)
+    result = run("--zoo", "--engine", "trl", "--family", "llama", "--records", "r.jsonl")
+    assert result.exit_code == 2
+    assert "--engine trl needs trl, which is not installed: pip install trl" in result.stderr
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@needs_zoo
+def test_an_issue_is_printed_with_what_its_script_printed(run, monkeypatch):
+    monkeypatch.setattr(lowtide_zoo.issue, "shows", lambda _: "hooks: 0, 1, 2")
+    result = run("llama", "--format", "issue", "--checks", "idempotent", "--fail-on", "untidy")
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("### LlamaForCausalLM with gradient_checkpointing_enable(")
+    assert "hooks: 0, 1, 2" in result.stdout
+    assert "import torch\n" in result.stdout
+    monkeypatch.setattr(lowtide_zoo.issue, "shows", lambda _: None)
+    result = run("llama", "--format", "issue", "--checks", "idempotent")
+    assert result.exit_code == 2
+    assert "the script does not show this failure" in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_issue_is_about_a_model_type(run):
+    result = run("factories_of_a_test:wrong", "--format", "issue")
+    assert result.exit_code == 2
+    assert "--format issue writes a script from a model type" in result.stderr
 
 
 def test_a_corner_of_the_zoo(tmp_path):

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowtide_zoo.page import as_html
+from bench import zoo_page
+from lowtide_zoo.page import as_html, as_json
+from lowtide_zoo.records import Pass, Record
 from support.browser import needs_browser, show
 from support.html_tags import Tags
 from support.sample_reports import failure, record, records
@@ -16,6 +18,44 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("jinja2", reason="the html extra is not installed")
+
+
+PLAIN_CHECK = {"plain model": {"parameters reached": "pass"}}
+
+
+def surveyed(name: str, *failures: tuple[str, str], status="audited", variant="", **more) -> Record:
+    found = [{"mode": mode, "name": check, "summary": "it is so", "evidence": {}} for mode, check in failures]
+    return Record(
+        model_type=name,
+        engine="transformers",
+        status=status,
+        versions={},
+        command=f"lowtide audit {name}",
+        model_class="M",
+        failures=found,
+        variant=variant,
+        **more,
+    )
+
+
+def test_the_written_page_names_subjects_and_judges_plain_models(tmp_path: Path):
+    audited = PLAIN_CHECK | {"default": {"memory": "pass"}}
+    theirs = [
+        surveyed("cut", ("plain model", "parameters reached"), status="no checkpointing", verdicts=PLAIN_CHECK),
+        surveyed("two", ("default", "memory"), variant="moe", verdicts=audited, shown={"default: memory": False}),
+        surveyed("fine", verdicts=audited, shown={}),
+        surveyed("bare", status="no checkpointing", verdicts=PLAIN_CHECK),
+    ]
+    paths = [tmp_path / name for name in ("transformers-9.9.json", "lowtide-on-transformers-9.9.json")]
+    paths[0].write_text(as_json(theirs, Pass(seconds=5400.0, workers=2, subjects=3)))
+    paths[1].write_text(as_json([surveyed("fine", verdicts=audited)]))
+    page = zoo_page.page(*paths)
+    assert page.count("The last pass: ") == 1
+    assert "The last pass: 3 audited in 90 minutes with 2 workers." in page
+    assert "| worst grade | default | reentrant | plain model |\n|---|---|---|---|\n| wrong | 0 | 0 | 1 |" in page
+    assert "| no failure | 1 | 2 | 3 |" in page
+    assert "| cut | M | wrong | plain model: parameters reached | it is so | `lowtide audit cut` |" in page
+    assert "| two (moe) | M | no-effect | default: memory | it is so (not shown by a script) |" in page
 
 
 SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -11,7 +11,7 @@ import lowtide_zoo as zoo
 from lowtide.auditing import audit
 from lowtide_zoo.records import Record, command_for, read_records
 from lowtide_zoo.subjects import Subject, public_classes, subjects_of
-from lowtide_zoo.survey import Engine, survey_one
+from lowtide_zoo.survey import Engine, find_subjects, survey_one
 from lowtide_zoo.variants import SEVERAL_IMAGES
 from support import needs_zoo
 from support.foreign_warnings import ignore_warnings_of
@@ -35,6 +35,17 @@ def test_classes_that_are_put_together_differently_are_all_audited():
         "BlipForImageTextRetrieval",
         "BlipModel",
     }
+
+
+def test_a_survey_looks_for_its_subjects_in_processes():
+    seen = []
+    found = find_subjects(["qwen2", "blip"], every_class=True, variants=True, workers=2, on_type=seen.append)
+    assert found == [
+        Subject("qwen2"),
+        Subject("qwen2", variant="sliding-window"),
+        *subjects_of("blip", every_class=True, variants=True),
+    ]
+    assert seen == ["qwen2", "blip"]
 
 
 def test_a_class_beside_the_usual_one_is_audited_by_name():

@@ -14,7 +14,7 @@ from torch import nn
 import lowtide
 import lowtide_zoo as zoo
 from lowtide.auditing import AuditReport, CannotAuditError, CheckResult, Verdict
-from lowtide_zoo import survey
+from lowtide_zoo import issue, survey
 from lowtide_zoo.audited_model import AuditedModel
 from lowtide_zoo.page import as_json, as_text
 from lowtide_zoo.records import Record, read_records, summarize
@@ -227,6 +227,62 @@ def test_what_fails_for_the_few_it_applies_to_is_no_fact_of_the_library():
     for i, one_of_them in enumerate(records):
         one_of_them.verdicts = {"default": {"experts": "fail" if i < 5 else "not applicable"}}
     assert summarize(records).everywhere == []
+
+
+def failing(**evidence) -> AuditReport:
+    check = CheckResult(name="gradients present", mode="default", verdict=Verdict.FAIL, summary="s", evidence=evidence)
+    return AuditReport(model="M", checks=[check], blocks={}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        ({"lost": ["a", "b"], "count": 2}, {"lost": ["b", "c"], "count": 2}, {"lost": ["b"], "count": 1}),
+        ({"lost": ["a"], "count": 1}, {"lost": ["a", "b"], "count": 2}, {"lost": ["a"], "count": 1}),
+        ({"different": {"a": 1.0, "b": 2.0}}, {"different": {"b": 3.0}}, {"different": {"b": 2.0}}),
+        ({"lost": ["a"], "count": 30}, {"lost": ["b"], "count": 30}, {"lost": ["a"], "count": 30}),
+        ({"lost": ["a"], "count": 1}, {"lost": ["b"], "count": 1}, None),
+        ({"lost": ["a"], "count": 1}, {"error": "NoGradientError: none"}, None),
+        ({"bytes": 1}, {"bytes": 2}, {"bytes": 1}),
+    ],
+)
+def test_what_is_listed_failed_twice_for_the_same_parameters(first, second, kept):
+    found = record("m")
+    failed = survey.confirm(found, [failing(**first)], [failing(**second)])
+    assert [failure["evidence"] for failure in found.failures] == ([] if kept is None else [kept])
+    assert [check.evidence for check in failed] == ([] if kept is None else [kept])
+    assert len(found.unconfirmed) == (kept is None)
+
+
+@needs_zoo
+def test_what_failed_twice_is_shown_by_a_script_or_said_not_to_be(monkeypatch):
+    found = survey_one("llama", Engine.TRANSFORMERS)
+    assert found.shown == {"reentrant: DDP readiness": True}
+    monkeypatch.setitem(issue._BODIES, "DDP readiness", "pass\n")
+    found = survey_one("llama", Engine.TRANSFORMERS)
+    assert found.shown == {"reentrant: DDP readiness": False}
+    assert "reentrant: DDP readiness (not shown by a script)" in as_text([found])
+    assert Record(**json.loads(found.to_json())).shown == found.shown
+
+
+@needs_zoo
+def test_a_model_without_checkpointing_is_judged_by_itself(monkeypatch):
+    found = survey_one("resnet", Engine.TRANSFORMERS)
+    assert (found.status, found.verdicts) == ("no checkpointing", {"plain model": {"parameters reached": "pass"}})
+    build = zoo.TinyModel.build
+
+    def cut(tiny_model, seed=0):
+        model = build(tiny_model, seed)
+        model.resnet.encoder.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+        return model
+
+    monkeypatch.setattr(zoo.TinyModel, "build", cut)
+    found = survey_one("resnet", Engine.TRANSFORMERS)
+    assert [(f["mode"], f["name"], f["grade"]) for f in found.failures] == [
+        ("plain model", "parameters reached", "wrong")
+    ]
+    assert found.shown == {"plain model: parameters reached": False}, "the hook is not transformers' own"
+    assert summarize([found]).failing == {"resnet": ["plain model: parameters reached (not shown by a script)"]}
 
 
 def test_numbers_that_are_none_are_json_all_the_same(tmp_path):

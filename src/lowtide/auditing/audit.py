@@ -61,7 +61,10 @@ _OF_SETUP: dict[str, Callable[[Case], CheckResult]] = {
     "in-place changes": in_place.refused,
 }
 
-CHECKS = (*_OF_PLAIN_MODEL, *_OF_SETUP)
+OF_PLAIN_MODEL = tuple(_OF_PLAIN_MODEL)
+"""The names of the checks that are about the model itself, whatever the set-up is."""
+
+CHECKS = (*OF_PLAIN_MODEL, *_OF_SETUP)
 """The names of all checks, in the order of the report."""
 
 REFUSALS = (
@@ -211,7 +214,7 @@ def _detached(case: Case, error: NoGradientError) -> CheckResult:
         "no parameter gets a gradient: the loss no longer requires one",
         remedy="a reentrant checkpoint around everything that has weights detaches the loss: pass use_reentrant=False, "
         "or use lowtide.apply",
-        error=str(error),
+        error=f"{type(error).__name__}: {error}",
     )
 
 
@@ -230,6 +233,7 @@ def _raised(case: Case, name: str, error: Exception) -> CheckResult:
         Verdict.FAIL,
         f"the plain model trains, but this set-up raises {type(error).__name__}: {first_line}",
         remedy=None if isinstance(error, LowtideError) else advice,
+        escalated=Grade.WRONG,  # whatever the check looks for: a step that does not run is no training
         error=f"{type(error).__name__}: {first_line}",
     )
 

@@ -2,7 +2,9 @@
 
 A baseline is the JSON of a report: `lowtide audit ... --format json -o known.json`. A failure is known if the baseline
 has one of the same check in the same mode that is at least as bad: the grade is no worse, no more parameters are named,
-and none that the baseline does not name. Everything else about the two reports may differ, such as errors and bytes.
+and none that the baseline does not name. A failure that names nothing is known if the baseline's names nothing either,
+and one that is an error if the baseline's is an error of the same type. Everything else about the two reports may
+differ, such as sizes of errors and bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _NAMES = (
     "cut",
+    "untried",
     "lost",
     "gained",
     "different",
@@ -47,6 +50,8 @@ class Baseline:
         if known is None or known.grade is None or check.grade is None or not known.grade.reaches(check.grade):
             return False
         before, now = _subjects(known.evidence), _subjects(check.evidence)
+        if _error_type(known.evidence) != _error_type(check.evidence) or (before and not now):
+            return False
         count = known.evidence.get("count", len(before))
         is_cut_short = count > len(before)  # evidence names the first few: others may come to the fore
         return check.evidence.get("count", len(now)) <= count and (is_cut_short or now <= before)
@@ -73,6 +78,40 @@ def against(report: AuditReport, baseline: Baseline) -> AuditReport:
         raise CannotAuditError(f"the baseline {baseline.path} is a report about {model}, not {report.model}")
     checks = [dataclasses.replace(check, known=baseline.has(check)) for check in report.checks]
     return dataclasses.replace(report, checks=checks)
+
+
+def in_both(one: CheckResult, other: CheckResult) -> CheckResult | None:
+    """Return a failure with only the names that another failure of the same check has, too; None if there are none.
+
+    Evidence that is cut short says nothing about the names that it leaves out.
+    """
+    if _error_type(one.evidence) != _error_type(other.evidence):
+        return None
+    before, now = _subjects(one.evidence), _subjects(other.evidence)
+    if not before or before <= now:
+        return one
+    is_cut_short = any(
+        check.evidence.get("count", len(names)) > len(names) for check, names in ((one, before), (other, now))
+    )
+    if is_cut_short:
+        return one
+    if not before & now:
+        return None
+    kept = {key: _kept(key, one.evidence[key], now) for key in _NAMES if key in one.evidence}
+    summary = f"{one.summary} (with other weights and another batch, too: {len(before & now)} of {len(before)})"
+    count = {"count": len(before & now)} if "count" in one.evidence else {}
+    return dataclasses.replace(one, summary=summary, evidence=one.evidence | kept | count)
+
+
+def _kept(key: str, names: Any, subjects: set[str]) -> Any:
+    if isinstance(names, dict):
+        return {name: value for name, value in names.items() if f"{key}: {name}" in subjects}
+    return [name for name in names if f"{key}: {name}" in subjects]
+
+
+def _error_type(evidence: dict[str, Any]) -> str:
+    """Return the class of the error that a failure is; empty if it is none."""
+    return str(evidence.get("error", "")).partition(":")[0]
 
 
 def _subjects(evidence: dict[str, Any]) -> set[str]:

@@ -37,6 +37,13 @@ _STATEMENTS = {
 }
 """What a failure of each check means, without its names and numbers."""
 
+_AFTERWARDS = {
+    "idempotent": "switched on twice",
+    "reversible": "switched off",
+    "copy and pickle": "copied",
+}
+"""When the checks run the model that are about what a set-up leaves behind."""
+
 _SHOWN = 2
 """How many stacks are named."""
 
@@ -70,7 +77,12 @@ def _without_failures(statements: list[str], *, ok: bool, unproven: bool) -> str
 
 
 def _about_gradients(checks: list[CheckResult], modes: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield a statement with its mode where the values were judged and are not wrong; what is wrong is said later."""
+    """Yield a statement with its mode where the values were judged and are not wrong; what is wrong is said later.
+
+    If the plain model lacks gradients, the set-up's are no more right than that model's.
+    """
+    is_cut = any(check.name == "parameters reached" and check.grade is not None for check in checks)
+    right = "gradients are the plain model's" if is_cut else "gradients are right"
     for mode in modes:
         verdicts = {check.name: check.verdict for check in checks if check.mode == mode}
         if "fail" in (verdicts.get("gradient values"), verdicts.get("gradients present")):
@@ -78,7 +90,7 @@ def _about_gradients(checks: list[CheckResult], modes: list[str]) -> Iterator[tu
         if "inconclusive" in (verdicts.get("gradient values"), verdicts.get("gradients present")):
             yield "the gradients are not proven right", mode
         elif verdicts.get("gradient values") == "pass":
-            yield "gradients are right", mode
+            yield right, mode
 
 
 def _failures(checks: list[CheckResult], grade: Grade) -> Iterator[tuple[str, str]]:
@@ -90,7 +102,9 @@ def _failures(checks: list[CheckResult], grade: Grade) -> Iterator[tuple[str, st
 def _statement(check: CheckResult) -> str:
     if check.name == "recomputed":
         return _about_recompute(check)
-    if check.name in ("idempotent", "reversible", "copy and pickle") and check.grade is Grade.WRONG:
+    if check.name in _AFTERWARDS and check.grade is Grade.WRONG:
+        if "error" in check.evidence:
+            return f"{_AFTERWARDS[check.name]}, it raises"
         return f"{_STATEMENTS[check.name]}, and gradients are wrong then"
     return _STATEMENTS.get(check.name, f"{check.name} failed")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import sys
@@ -23,7 +22,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch import pytree
 from lowtide.auditing.comparison import (
     as_near,
     as_rounded,
@@ -34,6 +32,8 @@ from lowtide.auditing.comparison import (
     largest_gradient,
     relative_errors,
 )
+from lowtide.auditing.dependence import find_dependence
+from lowtide.auditing.precision import doubled, in_double, nudge
 from lowtide.auditing.setups import disable_checkpointing
 from lowtide.auditing.step import Observation, observe
 from lowtide.errors import CannotAuditError
@@ -45,11 +45,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.auditing.comparison import Comparison, Gradients
+    from lowtide.auditing.dependence import Dependence
     from lowtide.auditing.step import Experiment
 
-_LITTLE = 0.02
-_CHANGES = (_LITTLE, _LITTLE / 16, _LITTLE / 16)
-"""How much a parameter is changed, in relation to its size: the smaller changes tell a slope from a jump."""
 _NUDGES = 2
 
 
@@ -89,30 +87,10 @@ class Reference:
         """Whether a comparison would prove nothing: all gradients are zero, or the loss is not finite."""
         return largest_gradient(self.first.gradients) == 0.0 or not bool(torch.isfinite(self.first.loss).all())
 
-    def parameters_that_change_the_loss(self, names: Sequence[str]) -> list[str]:
-        """Return which of these parameters the loss depends on, by changing them a little and running forward.
-
-        All are changed together first: mostly the loss stays, and that is all. A parameter on which it depends moves it
-        by a smaller change as well. One that only picks an index, such as a code or an expert, mostly does not, and has
-        no gradient by nature.
-        """
-        noise = 4 * float((self._loss() - self.first.loss).abs())
-        if not self._changes_the_loss(names, noise, _LITTLE, seed=0):
-            return []
-        return [
-            name
-            for name in names
-            if all(self._changes_the_loss([name], noise, size, seed=seed) for seed, size in enumerate(_CHANGES))
-        ]
-
-    def _changes_the_loss(self, names: Sequence[str], noise: float, size: float, *, seed: int) -> bool:
-        parameters = dict(named_parameters(self.model))
-        with changed_a_little([parameters[name] for name in names], size, seed):
-            return not float((self._loss() - self.first.loss).abs()) <= noise  # so that NaN counts as a change
-
-    def _loss(self) -> Tensor:
-        with without_torch_checkpoint(self.model), self.experiment.prepared(self.model):
-            return self.experiment.objective(self.experiment.call(self.model)).detach()
+    def dependence_on(self, names: Sequence[str]) -> Dependence:
+        """Find out on which of these parameters, which have no gradient, the loss depends all the same."""
+        with without_torch_checkpoint(self.model):
+            return find_dependence(self.model, self.experiment, names, lambda: deep_copy(self.model))
 
     def trained_only(self, names: frozenset[str]) -> Observation:
         """Observe the plain model with only these weights trained and everything else frozen; once for each set."""
@@ -177,10 +155,8 @@ class Reference:
         """Return the plain model's gradients in double precision, or None if it cannot run in it."""
         if trained not in self._in_double:
             try:
-                twin, batch = deep_copy(self.model), self.experiment.batch
-                if device_of(twin).type == "mps":  # which has no double precision
-                    twin, batch = twin.cpu(), pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, batch)
-                twin, experiment = twin.double(), dataclasses.replace(self.experiment, batch=_in_double(batch))
+                twin = doubled(deep_copy(self.model))
+                experiment = in_double(self.experiment)
                 with contextlib.nullcontext() if trained is None else training_only(twin, trained):
                     self._in_double[trained] = self._observe(twin, experiment).gradients
             except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
@@ -192,40 +168,6 @@ def _vanishes(gradient: Tensor | None, floor: float) -> bool:
     if gradient is None:
         return False
     return not gradient.numel() or bool(gradient.abs().max() <= floor)
-
-
-def _in_double(batch: Any) -> Any:
-    def double(value: Any) -> Any:
-        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return pytree.tree_map(double, batch)
-
-
-@torch.no_grad()
-def nudge(model: nn.Module, seed: int) -> None:
-    """Move every weight to the next number above or below it."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.numel():
-            signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-            parameter.copy_(torch.nextafter(parameter, (2 * signs - 1) * float("inf")))
-
-
-@contextlib.contextmanager
-def changed_a_little(parameters: Sequence[nn.Parameter], size: float, seed: int) -> Iterator[None]:
-    """Add noise to parameters, in relation to their size; put their bits back afterwards."""
-    before = [parameter.detach().clone() for parameter in parameters]
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in parameters:
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-            parameter.add_(noise, alpha=size * (float(parameter.float().square().mean().sqrt()) or 1.0))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, held in zip(parameters, before, strict=True):
-                parameter.copy_(held)
 
 
 @contextlib.contextmanager

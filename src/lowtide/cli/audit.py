@@ -8,6 +8,7 @@ import enum
 import fnmatch
 import itertools
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from lowtide.auditing.grades import Grade
     from lowtide_zoo import TinyModel
     from lowtide_zoo.audited_model import AuditedModel
-    from lowtide_zoo.records import Record
+    from lowtide_zoo.records import Pass, Record
     from lowtide_zoo.subjects import Subject
 
 _COLOURS = {"pass": "green", "untidy": "yellow", "inconclusive": "yellow", "not applicable": "dim"}
@@ -55,6 +56,8 @@ class EngineName(enum.StrEnum):
     ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
     PEFT_KBIT = "peft-kbit"
+    UNSLOTH = "unsloth"
+    AXOLOTL = "axolotl"
 
 
 def audit(
@@ -154,10 +157,11 @@ def audit(
     check_output(to)
     try:
         if whole_zoo:
+            started = time.monotonic()
             chosen = engine or EngineName.TRANSFORMERS
             threshold = grade_named(fail_on or "unsafe")
             found = _subjects(family, workers, every_class=every_class, variants=variants)
-            code = _audit_zoo(chosen, found, records, workers, timeout, resume, threshold, output, to)
+            code = _audit_zoo(chosen, found, records, workers, timeout, resume, threshold, output, to, started)
         else:
             judged = {"fail_on": fail_on, "baseline": baseline}
             given = {name: value for name, value in judged.items() if value is not None}
@@ -337,9 +341,10 @@ def _audit_zoo(
     fail_on: Grade,
     output: Format,
     to: Path | None,
+    started: float,
 ) -> int:
     from lowtide.errors import InvalidValueError
-    from lowtide_zoo.records import surveyed
+    from lowtide_zoo.records import Pass, surveyed
     from lowtide_zoo.survey import Engine, run_survey
 
     if output not in (Format.TEXT, Format.JSON, Format.HTML):
@@ -356,13 +361,19 @@ def _audit_zoo(
         found = run_survey(
             wanted, Engine(engine.value), records, workers=workers, timeout=timeout, resume=resume, on_record=on_record
         )
-    _print_zoo(found, output, to)
+    last_pass = Pass(seconds=round(time.monotonic() - started, 1), workers=workers, subjects=left)
+    _print_zoo(found, last_pass, output, to)
     if any(grade.reaches(fail_on) for record in found for grade in record.grades):
         return 1
     return COULD_NOT_RUN if any(record.status in _NO_ANSWER for record in found) else 0
 
 
-def _print_zoo(found: list[Record], output: Format, to: Path | None) -> None:
+def _print_zoo(found: list[Record], last_pass: Pass, output: Format, to: Path | None) -> None:
     from lowtide_zoo.page import as_html, as_json, as_text
 
-    write({Format.TEXT: as_text, Format.JSON: as_json, Format.HTML: as_html}[output](found), to)
+    formats = {
+        Format.TEXT: lambda: f"{as_text(found)}\n{last_pass}",
+        Format.JSON: lambda: as_json(found, last_pass),
+        Format.HTML: lambda: as_html(found),
+    }
+    write(formats[output](), to)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.auditing.case import Case
+    from lowtide.auditing.setups import Installed
 
 
 def idempotent(case: Case) -> CheckResult:
@@ -26,7 +27,10 @@ def idempotent(case: Case) -> CheckResult:
         return case.result(name, Verdict.NOT_APPLICABLE, "the model is judged as it is, not set up by the audit")
     once = case.install()
     hooks = _hook_counts(once.model)
-    twice = case.setup.install(once.model)
+    try:
+        twice = case.setup.install(once.model)
+    except Exception as error:  # noqa: BLE001  whatever it raises is the finding
+        return _refused_twice(case, once, error)
     grown = {kind: n - hooks[kind] for kind, n in _hook_counts(twice.model).items() if n > hooks[kind]}
     seen = observe(twice.model, case.experiment)  # after the hooks are counted: models may add some as they first run
     counts = {block: seen.backward_calls[block] for block in case.blocks}
@@ -43,6 +47,21 @@ def idempotent(case: Case) -> CheckResult:
             wrong_gradients=len(wrong),
         )
     return case.result(name, Verdict.PASS, "switched on twice, it acts once")
+
+
+def _refused_twice(case: Case, once: Installed, error: Exception) -> CheckResult:
+    """Report a set-up that raises the second time, after a step that shows that the model still trains."""
+    seen = observe(once.model, case.experiment)
+    wrong = compare(case.run().gradients, seen.gradients, case.reference.rerun_errors).suspects
+    return case.result(
+        "idempotent",
+        Verdict.FAIL,
+        f"switched on twice, it raises {_in_short(error)}"
+        + (f", and {len(wrong)} gradients are different then: {listed(wrong)}" if wrong else ""),
+        remedy="remember what is installed, and do not install it again",
+        escalated=Grade.WRONG if wrong else None,
+        error=_in_short(error),
+    )
 
 
 def _twice(grown: dict[str, int], changed: list[str], wrong: list[str]) -> str:
