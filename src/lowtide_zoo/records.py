@@ -59,7 +59,7 @@ class Record:
     variant: str = ""
     """The feature that was turned on."""
     left_alone: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The regions that did not although they call attention, and why."""
+    """The regions that did not, and why."""
 
     def __post_init__(self) -> None:
         """Grade failures by their check where a record says nothing: older ones do not."""

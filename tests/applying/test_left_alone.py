@@ -177,3 +177,79 @@ def test_kernels_that_the_user_switches_off_are_not_called(everything_in_double)
         with Operators() as operators, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             assert attentive.error(attentive.step(model, batch), expected) <= 1e-12
         assert not [name for name in operators.names if "flash" in name]
+
+
+# --- Layers without attention that can be seen -----------------------------------------------------------------------
+
+
+def jamba():
+    config = transformers.JambaConfig(
+        **attentive.GROUPED | {"num_hidden_layers": 4},
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=0,
+        num_experts=2,
+        use_mamba_kernels=False,
+        mamba_d_state=4,
+        mamba_d_conv=2,
+        mamba_dt_rank=4,
+        **attentive.TOKENS,
+    )
+    return transformers.JambaForCausalLM(config)
+
+
+def qwen3_next():
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    widths = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    config = transformers.Qwen3NextConfig(
+        **attentive.GROUPED,
+        head_dim=8,
+        **linear,
+        **widths,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+@pytest.mark.parametrize("policy", ["tile(attention, tokens=12)", LENIENT])
+@pytest.mark.parametrize(
+    ("make", "alone"),
+    [(jamba, ["model.layers.0", "model.layers.2"]), (qwen3_next, ["model.layers.0"])],
+    ids=["jamba", "qwen3_next"],
+)
+def test_layers_without_attention_are_left_alone_and_listed(make, alone, policy):
+    """State-space mixers and linear attention: a strict policy is content with the layers that have attention."""
+    torch.manual_seed(0)
+    model, batch = make().double().train(), attentive.batch("llama")
+    model.set_experts_implementation("eager")  # torch's grouped product knows no doubles
+    expected = attentive.step(model, batch)
+    with lowtide.apply(model, policy) as applied:
+        assert {tiles.name for tiles in blocks_of(applied) if tiles.left_alone} == set(alone), "before anything runs"
+        assert attentive.error(attentive.step(model, batch), expected) <= 1e-6
+        report = applied.report()
+        tiled = {tiles.name for tiles in blocks_of(applied) if tiles.tiles > tiles.calls}
+        assert tiled == {region.name for region in applied.regions} - set(alone)
+        lines = [line for line in str(report).splitlines() if "left alone: it asks transformers for no" in line]
+        assert sum(name in "\n".join(lines) for name in alone) == 1 or len(lines) == len(alone)
+        assert "left alone: it asks transformers for no attention function" in report.to_html()
+
+
+SIZES = {
+    "Falcon": {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32},
+    "Bloom": {"n_layer": 2, "n_head": 4, "hidden_size": 32},
+    "GPTJ": {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4},
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_model_that_calls_torch_itself_is_listed(kind):
+    config = getattr(transformers, f"{kind}Config")(**SIZES[kind], vocab_size=96)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with lowtide.apply(model, "recompute+tile(attention, mlp)") as applied:
+        assert [tiles.name for tiles in blocks_of(applied)] == [f"transformer.h.{index}" for index in (0, 1)]
+        assert "transformer.h.0-1 x2 [tile] left alone: it asks transformers for no attention" in str(applied.report())

@@ -189,6 +189,8 @@ def _tile_group(ledger: TileLedger) -> tuple[Any, ...]:
 
 def _tile_line(group: list[TileLedger]) -> str:
     first = group[0]
+    if first.left_alone and not first.calls:
+        return f"  {grouped_name(group)} [tile] left alone: {first.left_alone}"
     some = f"{first.left_alone_calls} of {first.calls} calls " if first.left_alone_calls < first.calls else ""
     alone = f" ({some}left alone: {first.left_alone})" if first.left_alone else ""
     counts = f"calls {first.calls}, tiles {first.tiles}, run again {first.recomputed_tiles}"
