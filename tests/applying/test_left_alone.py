@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import NotTokenWiseError, SilentNoOpError
+from lowtide.tiling.key_values import KeyValueGrads
 from models import attentive
 from models.attentive import everything_in_double  # noqa: F401  (a fixture)
 from models.tiny import IS_4, transformers
@@ -137,6 +140,8 @@ def test_a_call_that_turns_out_odd_draws_as_if_it_had_begun_whole(policy, everyt
         assert ran == [(1, 2), (runs, runs)]
         assert "it computes attention 2 times" in blocks_of(applied)[1].left_alone
     assert attentive.error(ours, attentive.step(model, batch)) <= 1e-12
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is KeyValueGrads], "nor is its graph kept"
 
 
 # --- Blocks whose calls are of another kind --------------------------------------------------------------------------

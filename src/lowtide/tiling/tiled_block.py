@@ -187,10 +187,13 @@ def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSet
     seeds = torch.randint(2**62, (settings.tiles,)).tolist() if look.draws else None
     block = _Block(tiled, arguments, grid, look.call, batch, seeds, settings, bounds, in_order=in_order)
     key, value = block.key_values(look.call, tensors)
-    with recorded(functools.partial(_joined, batch), settings.tiles):
-        output = run_tiles(
-            block.second_pass(), (key, value, *tensors), {}, grid, ledger, settings.accumulate, block.weight_grads
-        )
+    try:
+        with recorded(functools.partial(_joined, batch), settings.tiles):
+            output = run_tiles(
+                block.second_pass(), (key, value, *tensors), {}, grid, ledger, settings.accumulate, block.weight_grads
+            )
+    finally:
+        block.token = None  # it would keep the graph of tiles that failed, which keeps the block
     outputs, tree = flatten(output)
     return tree.unflatten([tensor.movedim(0, 1).contiguous() for tensor in outputs])
 
