@@ -228,12 +228,13 @@ def tiled_blocks(records: list[Record]) -> list[str]:
         for reason in record.left_alone.values():
             reasons[re.sub(r"\d+", "n", reason)].add(record.model_type)
     partly = sum(bool(record.left_alone) for record in tiled)
+    others = sum(bool(record.left_alone) and not record.tiled_blocks for record in records)
     return [
         "### Attention in tiles",
         "",
         (
             f"{len(tiled)} architectures run blocks in tiles with their attention, {partly} of them not all of their "
-            "stacks. What is left alone, and why:"
+            f"stacks; of {others}, all blocks are left alone. Which, and why:"
         ),
         "",
         "| reason | model types |",

@@ -60,4 +60,6 @@ class TileLedger:
     recomputed_tiles: int = 0
     """Tiles that were run again in backward."""
     left_alone: str = ""
-    """Why calls that are long enough run whole all the same, if they do."""
+    """Why calls that are long enough run whole all the same, if they do: the first reason."""
+    left_alone_calls: int = 0
+    """How many calls that are long enough ran whole all the same."""

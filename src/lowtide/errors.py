@@ -14,7 +14,8 @@
     |-- CacheError               a recompute would need a key-value cache [RuntimeError]
     |-- NoRegionError            the model has no region that a policy could act on [ValueError]
     |-- NotTokenWiseError        a module cannot be tiled: it mixes tokens [ValueError]
-    |   `-- CannotCutError       a block's call has arguments that cannot be cut along its tokens
+    |   `-- CannotCutError       a block cannot run in tiles with its attention
+    |       `-- OddCallError     one of its calls cannot; others may
     |-- LogitsNotComputedError   the logits were deferred, and something reads them [AttributeError]
     |-- PlanError                a training step cannot be simulated [RuntimeError]
     |   |-- DoesNotFitError      no policy fits the budget
@@ -93,7 +94,11 @@ class NotTokenWiseError(LowtideError, ValueError):
 
 
 class CannotCutError(NotTokenWiseError):
-    """A block's call cannot be cut along its tokens. Its text is the reason, without the block's name."""
+    """A block cannot run in tiles with its attention. Its text is the reason, without the block's name."""
+
+
+class OddCallError(CannotCutError):
+    """One call of a block cannot be cut along its tokens. That says nothing about the block's other calls."""
 
 
 class LogitsNotComputedError(LowtideError, AttributeError):

@@ -62,7 +62,7 @@ class Record:
     """By "mode: check", whether a script without Lowtide showed the failure. Not in it: those for which none was run,
     such as what is only untidy."""
     left_alone: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The regions that did not although they call attention, and why."""
+    """The regions that did not, and why."""
 
     def __post_init__(self) -> None:
         """Grade failures by their check where a record says nothing: older ones do not."""

@@ -268,10 +268,11 @@ def test_attention_runs_as_often_as_recompute_runs_it():
     assert extra == (96 + 2) * token, "one more run of the projections, and one token's look in each direction"
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("offload", ["", "+offload(disk={})"])
-def test_attention_that_is_kept_runs_once(offload, tmp_path, everything_in_double):  # noqa: F811
+def test_attention_that_is_kept_runs_once(offload, padded, tmp_path, everything_in_double):  # noqa: F811
     tmp_path.chmod(0o700)
-    model, batch = llama()
+    model, batch = attentive.make("llama"), attentive.batch("llama", padded=padded)
     expected = attentive.step(model, batch)
     policy = f"recompute(keep=attention){offload.format(tmp_path)}+tile(attention, tokens=12)"
     with lowtide.apply(model, policy) as applied:
@@ -282,6 +283,21 @@ def test_attention_that_is_kept_runs_once(offload, tmp_path, everything_in_doubl
         regions = applied.report().regions
         assert all(region.kept_outputs == region.recalled_outputs == 2 * 4 for region in regions), "4 tiles a step"
         assert (regions[0].packed_bytes > 0) == bool(offload)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "bert", "gpt2", "qwen3_vl"])
+def test_attention_with_masks_and_windows_is_kept(name, everything_in_double):  # noqa: F811
+    model, batch = attentive.make(name), attentive.batch(name, padded=True)
+    expected = attentive.step(model, batch)
+    with lowtide.apply(model, "recompute(keep=attention)+tile(attention, mlp, tokens=12)") as applied:
+        for _ in range(2):
+            assert attentive.error(attentive.step(model, batch), expected) <= 1e-12
+        with Operators() as operators:
+            attentive.step(model, batch)
+        assert operators.counts[FORWARD] == operators.counts[BACKWARD] > 0
+        tiled = {tiles.name for tiles in blocks_of(applied) if tiles.tiles > tiles.calls}
+        kept = {region.name for region in applied.report().regions if region.recalled_outputs}
+        assert kept >= tiled > set()
 
 
 def test_an_mlp_is_not_cut_again_inside_a_tile():
@@ -578,8 +594,19 @@ def test_a_buffer_that_each_call_updates_is_refused():
 
 
 def test_attention_that_is_kept_nowhere_is_not_silent():
-    """With an explicit mask the model's own function runs in tiles, and its kernels are not kept."""
-    model, batch = attentive.make("llama"), attentive.batch("llama", padded=True)
+    """Eager attention is the model's own function in tiles, too, and what it computes there is not kept."""
+    model, batch = llama(attention="eager")
     policy = "recompute(keep=attention)+tile(attention, tokens=12)"
     with lowtide.apply(model, policy), pytest.raises(SilentNoOpError, match="keep"):
         attentive.step(model, batch)
+
+
+def test_attention_that_later_batches_do_not_keep_is_not_silent():
+    model, batch = llama()
+    with lowtide.apply(model, "recompute(keep=attention)+tile(attention, tokens=12)"):
+        attentive.step(model, batch)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        with pytest.warns(UserWarning, match=r"keeps nothing in calls .*first seen in model\.layers\.0"):
+            attentive.step(model, batch)
+        attentive.step(model, batch)  # once is enough

@@ -10,6 +10,7 @@ import torch
 
 import lowtide
 from lowtide import simdevice
+from models import attentive
 from models.tiny import IS_4, transformers
 from support import ignore_dropped_caches
 from support.devices import DEVICE
@@ -79,3 +80,27 @@ def test_the_peak_grows_with_the_tokens_and_no_faster(sim):
     found = [peak("recompute+tile", tokens) for tokens in lengths]
     assert found == sorted(found, reverse=True), "sums of weight gradients take the same bytes at every length"
     assert found[-1] > found[0] / 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("keep", ["", "(keep=attention)"])
+def test_tiles_send_no_more_to_the_host(sim, keep, padded):
+    """What leaves is each region's input, and attention if it is kept, of tiles of more than 4 KiB; nothing of K or V."""
+    model, batch = attentive.make("llama", dtype=torch.float32).to(DEVICE), attentive.batch("llama", rows=2, length=96)
+    if padded:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, :5] = 0
+    batch = {name: value.to(DEVICE) for name, value in batch.items()}
+    expected = attentive.step(model, batch)
+    figures = {}
+    for policy in (f"recompute{keep}+offload", f"recompute{keep}+offload+tile(attention, mlp, tokens=48)"):
+        with lowtide.apply(model, policy) as applied:
+            assert attentive.error(attentive.step(model, batch), expected) <= 1e-4
+            report = applied.report()
+            figures[policy] = [region.packed_bytes for region in report.regions]
+            if "tile" in policy:
+                names = {region.name for region in report.regions}
+                assert all(tiles.tiles >= 4 for tiles in report.tiles if tiles.name in names)
+    whole, tiled = figures.values()
+    assert whole == tiled
+    assert whole[0] > 0

@@ -20,7 +20,7 @@ from lowtide import simdevice
 from lowtide.errors import InvalidValueError
 from models.adapted import ADAPTATIONS, MODELS, batch, make
 from models.routed import Routed
-from support.deepspeed_on_sim import use_cpu, use_sim
+from support.deepspeed_on_sim import RATE, initialize, use_cpu, use_sim
 from support.foreign_warnings import ignore_warnings_of
 from support.launcher import run_ranks, with_backend
 from support.pairs import marked
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed"),
 ]
 
-STEPS, RATE = 2, 0.5
+STEPS = 2
 POLICIES = [
     "recompute",
     "recompute+offload",
@@ -41,37 +41,11 @@ POLICIES = [
     "recompute(keep=attention)",
     "recompute(keep=attention)+offload+tile(tokens=7, loss_tokens=7)",
 ]
-BUCKET = 100_000  # the default would not fit on the emulated device
 
 
 def single(name: str, rank: int, step: int, device: str = "cpu") -> dict:
     inputs = batch(name, rank, step)
     return {k: (v.float() if v.is_floating_point() else v).to(device) for k, v in inputs.items()}
-
-
-def initialize(model: nn.Module, stage: int):
-    """DeepSpeed's engine."""
-    import deepspeed
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(trained, lr=RATE),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0.0,  # DeepSpeed clips at 1 unless told
-            "zero_optimization": {
-                "stage": stage,
-                "reduce_bucket_size": BUCKET,
-                "allgather_bucket_size": BUCKET,
-                "stage3_prefetch_bucket_size": BUCKET,
-                "stage3_param_persistence_threshold": 0,
-            },
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        },
-    )
-    return engine
 
 
 def train(rank: int, device: str, stage: int, policy: str, adaptation: str, name: str) -> dict:

@@ -62,6 +62,23 @@ def test_blocks_in_tiles_need_that_little_memory_and_time(model, gib, share_of_m
     assert blocks["seconds"] <= (1.04 if model == "Qwen3-VL-4B" else 1.06) * mlps["seconds"]
 
 
+def test_attention_that_is_kept_makes_blocks_in_tiles_faster_than_tiled_mlps():
+    """A step of Qwen3-VL-4B at 128K tokens took 167 s before blocks ran in tiles."""
+    plans = json.loads((DOCS / "plans.json").read_text())
+    (plan,) = (p for p in plans if (p["case"]["model"], p["case"]["tokens"]) == ("Qwen3-VL-4B", "128k"))
+    seconds = {candidate["policy"]: candidate["seconds"] for candidate in plan["candidates"]}
+    assert seconds["recompute(keep=attention)+offload+tile"] < min(167, seconds["recompute+offload+tile(mlp, loss)"])
+
+
+def test_the_zoo_runs_blocks_in_tiles_and_none_is_wrong():
+    records = json.loads(_program("zoo_page").record_files()[1].read_text())["records"]
+    tiled = [record for record in records if record["tiled_blocks"]]
+    assert len({record["model_type"] for record in tiled}) >= 420
+    assert [record["model_type"] for record in tiled if record["failures"]] == []
+    in_tiles = ("recompute+tile(tokens=8, loss_tokens=8)", "recompute+tile(attention, mlp, tokens=8)")
+    assert all(any(policy in record["verdicts"] for policy in in_tiles) for record in tiled), "each was audited so"
+
+
 def test_blocks_in_tiles_allow_sequences_that_much_longer():
     for row in json.loads((DOCS / "longest.json").read_text()):
         mlps, blocks = row["rows"]

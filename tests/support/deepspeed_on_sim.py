@@ -1,8 +1,13 @@
-"""DeepSpeed on the emulated device: an accelerator of its own, through the door that DeepSpeed keeps for vendors."""
+"""DeepSpeed on the CPU and on the emulated device, for which DeepSpeed keeps a door open for vendors; its engine."""
 
 from __future__ import annotations
 
 import os
+
+import torch
+
+RATE = 0.5
+BUCKET = 100_000  # the default would not fit on the emulated device
 
 
 def use_cpu() -> None:
@@ -39,3 +44,28 @@ def use_sim() -> None:
             return tensor.device.type == "sim"
 
     set_accelerator(SimAccelerator())
+
+
+def initialize(model: torch.nn.Module, stage: int):
+    """Return DeepSpeed's engine, with plain gradient descent."""
+    import deepspeed
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(trained, lr=RATE),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,  # DeepSpeed clips at 1 unless told
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": BUCKET,
+                "allgather_bucket_size": BUCKET,
+                "stage3_prefetch_bucket_size": BUCKET,
+                "stage3_param_persistence_threshold": 0,
+            },
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    return engine

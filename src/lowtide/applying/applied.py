@@ -16,7 +16,13 @@ from lowtide.applying.region_runtime import ModelMemory, RegionRuntime
 from lowtide.applying.report import RegionReport, Report
 from lowtide.applying.seam import Seam, seams_of
 from lowtide.applying.tile_runtime import TileRuntime
-from lowtide.applying.validate import check_reach, checkpoints_itself, validate, warn_about_own_checkpointing
+from lowtide.applying.validate import (
+    UNSEEN_ATTENTION,
+    check_reach,
+    checkpoints_itself,
+    validate,
+    warn_about_own_checkpointing,
+)
 from lowtide.checkpointing import Schedule
 from lowtide.checkpointing.keeping import Keeping
 from lowtide.checkpointing.kept_operators import KeptOperators
@@ -206,6 +212,8 @@ class Applied:
             tiles.append(ledger)
             runtime = BlockRuntime(policy, ledger, runtimes[region.name], keeping, self._guard, probe=self._probe)
             self._install_seam(region.module, runtime)
+        for name in installation.left_alone:
+            self._new_tiles(name).left_alone = UNSEEN_ATTENTION
         for norm, policy in installation.norms:
             self._install_seam(norm.module, TileRuntime(policy, self._new_tiles(norm.name), probe=self._probe))
         return by_region

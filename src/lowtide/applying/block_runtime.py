@@ -9,25 +9,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lowtide._torch import graph_task_id, uncompiled
 from lowtide.applying.caches import CacheDropper, holds_cache
+from lowtide.checkpointing.kept_operators import ATTENTION
 from lowtide.checkpointing.kept_outputs import COMPUTE
 from lowtide.compat import recorded_outputs
-from lowtide.errors import CannotCutError, NotTokenWiseError
+from lowtide.errors import CannotCutError, NotTokenWiseError, OddCallError
+from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.attention_kernels import kernel_of
-from lowtide.tiling.block_arguments import hidden_states
+from lowtide.tiling.block_arguments import BlockArguments, hidden_states
 from lowtide.tiling.block_trial import BlockTrial
-from lowtide.tiling.collectives import has_several_ranks, is_distributed, largest_in
+from lowtide.tiling.collectives import has_several_ranks, hold_on_all, is_distributed, largest_of_each
 from lowtide.tiling.hooks import inner_hooks
+from lowtide.tiling.probe import Finding
 from lowtide.tiling.surroundings import refuse_transforms
 from lowtide.tiling.tile import BLOCK_TILE_BYTES, MOST_BLOCK_TILES, tile_count
-from lowtide.tiling.tiled_block import BlockSettings, run_block
-from lowtide.tiling.tiled_function import TiledFunction, max_over_ranks
+from lowtide.tiling.tiled_block import ON_ANOTHER_RANK, BlockSettings, run_block
+from lowtide.tiling.tiled_function import TiledFunction, partition_group
+from lowtide.weights import is_fsdp1
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,11 +69,14 @@ class BlockRuntime:
         self._ledger = ledger
         self._inner = tuple(inner)
         self._keeping = keeping
+        self._guard = guard
         self._caches = CacheDropper(ledger.name, note=guard.note_cache, warn=guard.warn_once)
         self._probe = probe
         self._may_be_left_alone = policy.tiles_what_it_can
-        self._tried: dict[_Case, list[Any] | str] = {}
-        """What it was tried out as, and the groups of the collectives in it, or why it cannot be cut."""
+        self._faults: dict[_Case, str] = {}
+        """What its trials found: why it cannot be cut, or nothing."""
+        self._groups: list[Any] | None = None
+        """The groups of the collectives in it; None until a trial has shown them."""
 
     def is_active(self, module: nn.Module) -> bool:  # noqa: ARG002  (in training or not)
         """Return True: a long forward without gradients has intermediates, too."""
@@ -79,72 +87,111 @@ class BlockRuntime:
         named = _named_arguments(forward, args, kwargs)
         hidden = None if named is None else hidden_states(named)
         if hidden is not None and is_distributed(hidden):
-            return self._run_uncut(module, forward, args, kwargs, CannotCutError(_SPLIT_SEQUENCE))
-        if named is None or hidden is None or _reads_cache(module, named):
-            return self._run_whole(forward, args, kwargs, "its hidden states are not batch, tokens, features")
+            if not self._may_be_left_alone:
+                raise self._refusal(module, _SPLIT_SEQUENCE)
+            return self._run_whole(forward, args, kwargs, _SPLIT_SEQUENCE)
+        if named is None or hidden is None:
+            return self._run_as_it_must(forward, args, kwargs, "its hidden states are not batch, tokens, features")
+        tiles = self._tiles(hidden, module)
+        if _reads_cache(module, named):
+            return self._run_whole(forward, args, kwargs, "it needs its key-value cache" if tiles > 1 else "")
         tiled = TiledFunction(_BareForward(self._inner, forward), module)
-        case = _Case.of(module, named)
-        tiles = self._tiles(hidden, tiled)
-        if tiles == 1 and not (tiled.has_partitioned_weights() or has_several_ranks()):
+        ranks = _Ranks(tiled, self._groups or (), hidden.device)
+        if tiles == 1 and not ranks and not self._is_first:
             return self._run_whole(forward, args, kwargs)
-        if isinstance(self._tried.get(case), str):
-            return self._run_whole(forward, args, kwargs)
-        refuse_transforms(self._ledger.name)
-        _, named = self._caches.dropped(module, (), named)
+        before = RandomState(hidden)
+        counted = self._ledger.calls, self._ledger.tiles
         try:
             with self._unseen():
-                if case not in self._tried:
-                    self._tried[case] = self._try_out(tiled, named, hidden.shape[1])
-                return self._run(tiled, named, hidden, tiles, self._tried[case])
+                return self._run(module, tiled, named, hidden, tiles, ranks)
         except CannotCutError as reason:
-            self._tried[case] = str(reason)  # the error itself would hold the trial's tensors in its traceback
-            return self._run_uncut(module, forward, args, kwargs, reason)
+            if ranks.have_begun:
+                raise self._refusal(module, f"{reason}, which its ranks learn while they run its tiles") from reason
+            if not self._may_be_left_alone:
+                raise self._refusal(module, reason) from reason
+            text = str(reason)  # the error itself would hold the trial's tensors in its traceback
+        before.set()  # tiles may have drawn from it
+        self._ledger.calls, self._ledger.tiles = counted
+        return self._run_whole(forward, args, kwargs, text if tiles > 1 else "")
 
-    def _run_uncut(
+    def _run(
         self,
         module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reason: CannotCutError,
+        tiled: TiledFunction,
+        named: dict[str, Any],
+        hidden: torch.Tensor,
+        tiles: int,
+        ranks: _Ranks,
     ) -> Any:
-        """Run a call whole that cannot be cut, or refuse it if the policy insists on tiles of attention."""
+        """Run a call in tiles, after a trial if it is the first of its kind on any of the ranks that meet in it."""
+        _refuse_units(module, tiled)
+        case = _Case.of(module, named)
+        reason = self._faults.get(case) or _why_odd(named, hidden.shape[1])
+        is_refused, is_new, tiles = ranks.largest(int(bool(reason)), int(case not in self._faults), tiles)
+        if tiles == 1 and (is_refused or not self._is_first):
+            return self._run_one(tiled, named)
+        if is_refused:
+            raise CannotCutError(reason or ON_ANOTHER_RANK)
+        refuse_transforms(self._ledger.name)
+        _, named = self._caches.dropped(module, (), named)
+        if is_new:
+            reason = self._try_out(tiled, case, named, hidden.shape[1])
+            ranks.add(self._groups or ())
+            is_refused, tiles = ranks.largest(int(bool(reason)), tiles)
+            if is_refused:
+                raise CannotCutError(reason or ON_ANOTHER_RANK)
+        if tiles == 1:
+            return self._run_one(tiled, named)
+        settings = BlockSettings(tiles=tiles, agree=ranks.agree, keep=self._keep())
+        output = run_block(tiled, named, settings, self._ledger)
+        self._note_unkept()
+        return output
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether it is not known yet which ranks meet in the block: then all try it out in their first call."""
+        return self._groups is None and has_several_ranks()
+
+    def _run_one(self, tiled: TiledFunction, named: dict[str, Any]) -> Any:
+        self._ledger.calls += 1
+        self._ledger.tiles += 1
+        return tiled.function(**named)
+
+    def _run_as_it_must(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+    ) -> Any:
+        """Run a call whole whose block is none that could ever be cut; the guard objects if it should be."""
         if not self._may_be_left_alone:
-            raise self._refusal(module, reason) from reason
-        return self._run_whole(forward, args, kwargs, str(reason))
+            self._guard.note_uncut(self._ledger.name, reason)
+        return self._run_whole(forward, args, kwargs, reason)
 
     def _run_whole(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = ""
     ) -> Any:
-        """Run a call whole, and note why if it is long enough to be cut."""
-        if reason and not self._ledger.left_alone:
-            self._ledger.left_alone = reason
+        """Run a call whole, and note why, if it is long enough to be cut."""
+        if reason:
+            self._ledger.left_alone = self._ledger.left_alone or reason
+            self._ledger.left_alone_calls += 1
         self._ledger.calls += 1
         self._ledger.tiles += 1
         return forward(*args, **kwargs)
 
-    def _try_out(self, tiled: TiledFunction, named: Mapping[str, Any], length: int) -> list[Any]:
-        """Return the groups of the collectives in the block, or raise `CannotCutError` if it must not be cut."""
-        if "attentions" in recorded_outputs():
-            raise CannotCutError("output_attentions asks for its attention weights, which tiles would return in parts")
-        if not self._probe or length == 1:
-            return []
-        hooks = inner_hooks(tiled.module)
+    def _try_out(self, tiled: TiledFunction, case: _Case, named: Mapping[str, Any], length: int) -> str:
+        """Try the block out, and return why this call cannot be cut, if so. What holds for others like it is kept."""
+        if not self._probe:
+            self._faults[case] = ""
+            return ""
         plain = TiledFunction(uncompiled(tiled.function), tiled.module)
-        finding = BlockTrial(self._ledger.name, plain, named, length).run(hooks)
-        if finding.fault is not None:
-            raise CannotCutError(finding.fault)
-        return finding.groups
-
-    def _run(self, tiled: TiledFunction, named: dict[str, Any], hidden: torch.Tensor, tiles: int, groups: Any) -> Any:
-        largest = functools.partial(_largest, tiled, groups, hidden.device)
-        tiles = largest(tiles)
-        if tiles == 1:
-            self._ledger.calls += 1
-            self._ledger.tiles += 1
-            return tiled.function(**named)
-        settings = BlockSettings(tiles=tiles, agree=lambda holds: not largest(int(not holds)), keep=self._keep())
-        return run_block(tiled, named, settings, self._ledger)
+        try:
+            finding = BlockTrial(self._ledger.name, plain, named, length).run(inner_hooks(tiled.module))
+        except OddCallError as reason:
+            return str(reason)
+        except CannotCutError as reason:
+            finding = Finding(str(reason), [])
+        known = self._groups or []
+        self._groups = [*known, *(group for group in finding.groups if group not in known)]
+        self._faults[case] = finding.fault or ""
+        return self._faults[case]
 
     def _unseen(self) -> contextlib.AbstractContextManager[None]:
         """Hide the tiles from what keeps operators of the region's call, if it keeps any."""
@@ -156,13 +203,20 @@ class BlockRuntime:
         call = None if self._keeping is None else self._keeping.running
         return None if call is None else functools.partial(_keep_tile, call.of_tiles)
 
-    def _tiles(self, hidden: torch.Tensor, tiled: TiledFunction) -> int:
+    def _note_unkept(self) -> None:
+        """Tell the guard if the attention of a call should be kept in tiles, and is not."""
+        call = None if self._keeping is None else self._keeping.running
+        is_forward = graph_task_id() < 0
+        if call is not None and is_forward and ATTENTION in self._policy.keep and not call.of_tiles.count:
+            self._guard.note_unkept(self._ledger.name)
+
+    def _tiles(self, hidden: torch.Tensor, module: nn.Module) -> int:
         policy = self._policy
-        count = tile_count(hidden, tiled.module, policy.tile_tokens, policy.tile_shards, BLOCK_TILE_BYTES)
+        count = tile_count(hidden, module, policy.tile_tokens, policy.tile_shards, BLOCK_TILE_BYTES)
         is_given = policy.tile_tokens is not None or policy.tile_shards is not None
         return min(count, hidden.shape[1] if is_given else MOST_BLOCK_TILES, hidden.shape[1])
 
-    def _refusal(self, module: nn.Module, reason: CannotCutError) -> NotTokenWiseError:
+    def _refusal(self, module: nn.Module, reason: CannotCutError | str) -> NotTokenWiseError:
         name, kind = self._ledger.name, type(module).__name__
         return NotTokenWiseError(
             f"{name} ({kind}) cannot run in tiles with its attention: {reason}. Leave it out with a rule: "
@@ -183,11 +237,57 @@ class _Case(NamedTuple):
         return _Case(module.training, hooks, frozenset(name for name, value in named.items() if flatten(value)[0]))
 
 
-def _largest(tiled: TiledFunction, groups: Sequence[Any], device: torch.device, number: int) -> int:
-    """Return the largest `number` of all ranks that meet in the block's collectives."""
-    if tiled.has_partitioned_weights():
-        number = max_over_ranks(number, tiled, device)
-    return largest_in(groups, number, device) if groups else number
+class _Ranks:
+    """The ranks that meet in a block's collectives. All of them cut a call, into as many tiles, or none does."""
+
+    def __init__(self, tiled: TiledFunction, groups: Sequence[Any], device: torch.device) -> None:
+        partition = [partition_group(tiled)] if tiled.has_partitioned_weights() else []
+        self._groups = [*partition, *groups]
+        self._device = device
+        self.have_begun = False
+        """Whether they run tiles by now, and cannot agree to run the call whole instead."""
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def add(self, groups: Sequence[Any]) -> None:
+        """Take in groups that a trial has found."""
+        self._groups += [group for group in groups if group not in self._groups]
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Return the largest of each number on all ranks."""
+        return largest_of_each(self._groups, list(numbers), self._device)
+
+    def agree(self, *statements: bool) -> list[bool]:
+        """Tell which statements hold on all ranks; the first is that the call can be cut."""
+        found = hold_on_all(self._groups, self._device, *statements)
+        self.have_begun = found[0] and bool(self)
+        return found
+
+
+def _why_odd(named: Mapping[str, Any], length: int) -> str:
+    """Return why one call cannot be cut, as far as its arguments and surroundings tell."""
+    if "attentions" in recorded_outputs():
+        return "output_attentions asks for its attention weights, which tiles would return in parts"
+    try:
+        BlockArguments(named, length)
+    except OddCallError as reason:
+        return str(reason)
+    return ""
+
+
+def _refuse_units(module: nn.Module, tiled: TiledFunction) -> None:
+    """Refuse a block whose parts gather their weights by themselves, in hooks that each of its tiles would run.
+
+    Ranks with other numbers of tiles would gather at other times, and wait for each other forever.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    sharded = tiled.fsdp_modules()
+    for path, part in module.named_modules():
+        if part in sharded or (part is not module and is_fsdp1(part)):
+            kind = "FSDP2" if part in sharded else "FSDP1"
+            raise CannotCutError(f"{kind} gathers the weights of its part {path!r} by themselves: shard whole blocks")
 
 
 def _keep_tile(outputs: KeptOutputs, index: int) -> Callable[..., Any]:

@@ -95,6 +95,8 @@ class Guard:
         self._without_gradients: dict[str, RemovableHandle] = {}
         self._differentiated_by_model: set[str] = set()
         self._caches = DroppedCaches()
+        self._uncut: dict[str, str] = {}
+        """Blocks that should run in tiles and never can, each with the reason."""
         self._rerun = False
         """Whether a region ran inside a backward: in a reentrant checkpoint of somebody else's."""
 
@@ -134,6 +136,19 @@ class Guard:
         if not self._rerun:
             self._rerun = True
             warn(_rerun_in_backward(region))
+
+    def note_uncut(self, name: str, reason: str) -> None:
+        """Take note that block `name` should run in tiles, and that none of its calls can be cut."""
+        self._uncut.setdefault(name, reason)
+
+    def note_unkept(self, name: str) -> None:
+        """Take note that tiles of block `name` kept no attention in a call. The first calls, `_check` looks at."""
+        if name in self._checked:
+            self.warn_once(
+                f"keep=attention keeps nothing in calls whose attention the model's own function computes in tiles "
+                f"(first seen in {name}: eager attention, dropout, a mask where no kernel takes one): they compute it "
+                "again in backward"
+            )
 
     def note_cache(self, cache: Any, layers: set[int], name: str) -> None:
         """Take note that region `name` was given a cache for these layers, and that it was dropped."""
@@ -186,7 +201,7 @@ class Guard:
         findings = [text for region in reached for text in self._findings_about(region)]
         findings += self._findings_about_small([region for region in reached if region.is_too_small])
         findings += self._findings_about_kept([region for region in reached if region.keeps_nothing])
-        if is_first:  # looked at once: dropped caches, the loss, and regions that ran without gradients
+        if is_first:  # looked at once: dropped caches, the loss, blocks, and regions that ran without gradients
             findings += self._findings_about_model()
             self._caches = DroppedCaches()
             self.close()
@@ -226,8 +241,14 @@ class Guard:
             self.warn_once(f"{_nothing_to_keep(regions[0])} ({len(regions)} such regions; others keep something)")
         return []
 
+    def _findings_about_uncut(self) -> list[str]:
+        """Object if no block that ran can ever be cut: of a model with towers, one may be of another kind."""
+        ran = {region.name for region in self.regions if any(t.name == region.name and t.calls for t in region.tiles)}
+        return [_cut_nowhere(*each) for each in self._uncut.items()] if ran <= self._uncut.keys() else []
+
     def _findings_about_model(self) -> list[str]:
         findings = [_read_elsewhere(*names) for names in self._caches.missed(self._reached)]
+        findings += self._findings_about_uncut()
         replaced = self.find_replaced()
         if replaced:
             findings.append(_replaced(replaced))
@@ -306,6 +327,13 @@ def _nothing_to_offload(name: str) -> str:
         f"region {name!r}: expected its saved tensors to be offloaded, and all of them are smaller than 4 KiB or "
         "weights, as in every other region: the policy's offload does nothing for this model at this size. Use "
         "'recompute', or a longer batch"
+    )
+
+
+def _cut_nowhere(name: str, reason: str) -> str:
+    return (
+        f"region {name!r}: expected it to run in tiles with its attention, and {reason}. Leave tile(attention) out, or "
+        "write 'tile', which leaves such blocks alone"
     )
 
 

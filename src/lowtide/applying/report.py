@@ -192,12 +192,16 @@ def _lines_to_show(tiles: list[TileLedger]) -> list[TileLedger]:
 
 
 def _tile_group(ledger: TileLedger) -> tuple[Any, ...]:
-    return stack_of(ledger.name), ledger.calls, ledger.tiles, ledger.recomputed_tiles, ledger.left_alone
+    counts = (ledger.calls, ledger.tiles, ledger.recomputed_tiles, ledger.left_alone_calls)
+    return stack_of(ledger.name), *counts, ledger.left_alone
 
 
 def _tile_line(group: list[TileLedger]) -> str:
     first = group[0]
-    alone = f" (left alone: {first.left_alone})" if first.left_alone else ""
+    if first.left_alone and not first.calls:
+        return f"  {grouped_name(group)} [tile] left alone: {first.left_alone}"
+    some = f"{first.left_alone_calls} of {first.calls} calls " if first.left_alone_calls < first.calls else ""
+    alone = f" ({some}left alone: {first.left_alone})" if first.left_alone else ""
     counts = f"calls {first.calls}, tiles {first.tiles}, run again {first.recomputed_tiles}"
     return f"  {grouped_name(group)} [tile] {counts}{alone}"
 

@@ -71,6 +71,8 @@ class Installation:
     """All regions, also those that the policy leaves alone."""
     mlps: tuple[TiledMLP, ...]
     blocks: tuple[TiledBlock, ...]
+    left_alone: tuple[str, ...]
+    """The regions that should run in tiles as a whole, and whose attention cannot be seen."""
     norms: tuple[TiledNorm, ...]
     """The norms behind stacks of tiled blocks."""
     head: Head | None
@@ -108,12 +110,12 @@ def validate(model: nn.Module, policy: Policy, select: Sequence[Selector] | None
     installed = tuple(InstalledRegion(region, _effective_policy(policy, region)) for region in regions)
     _check_device(model, policy, installed)
     head = _head_to_tile(model, policy)
-    blocks = tuple(_blocks_to_tile(model, policy, regions))
+    blocks, left_alone = _blocks_to_tile(model, policy, regions)
     _check_mlps(model, policy, regions, mlps, blocks)
     policies = {block.region.name: block.policy for block in blocks}
     beside = find_norms(model, [block.region for block in blocks])
     norms = tuple(TiledNorm(norm, policies[region.name]) for norm, region in beside)
-    return Installation(policy, installed, tuple(_mlps_to_tile(policy, mlps)), blocks, norms, head)
+    return Installation(policy, installed, tuple(_mlps_to_tile(policy, mlps)), blocks, left_alone, norms, head)
 
 
 def check_reach(model: nn.Module, regions: Iterable[Region]) -> None:
@@ -161,11 +163,20 @@ def _mlps_to_tile(policy: Policy, mlps: list[MLP]) -> Iterable[TiledMLP]:
             yield TiledMLP(mlp, chosen)
 
 
-def _blocks_to_tile(model: nn.Module, policy: Policy, regions: list[Region]) -> list[TiledBlock]:
-    """Return the regions that run in tiles as a whole. Refuse `tile(attention)` where no region can."""
+UNSEEN_ATTENTION = "it asks transformers for no attention function (ALL_ATTENTION_FUNCTIONS), where it could be seen"
+"""Why a region is left alone before it runs: a state-space mixer, linear attention, or a call of torch's own."""
+
+
+def _blocks_to_tile(
+    model: nn.Module, policy: Policy, regions: list[Region]
+) -> tuple[tuple[TiledBlock, ...], tuple[str, ...]]:
+    """Return the regions that run in tiles as a whole, and the names of those that should and cannot.
+
+    Refuse `tile(attention)` where no region can.
+    """
     wanted = [TiledBlock(region, policy.for_region(region.name)) for region in regions]
     wanted = [block for block in wanted if "attention" in block.policy.tile]
-    found = [block for block in wanted if calls_attention(block.region.module)]
+    found = tuple(block for block in wanted if calls_attention(block.region.module))
     strict = [block for block in wanted if not block.policy.tiles_what_it_can]
     if strict and not found:
         raise NoRegionError(
@@ -173,9 +184,7 @@ def _blocks_to_tile(model: nn.Module, policy: Policy, regions: list[Region]) -> 
             "(ALL_ATTENTION_FUNCTIONS), so its calls of attention cannot be seen. Leave tile(attention) out: "
             "'tile(mlp)' tiles its MLPs all the same"
         )
-    if others := [block.region.name for block in wanted if block not in found]:
-        logger.info("tile(attention): no call of attention to be seen in %s: left alone", ", ".join(others))
-    return found
+    return found, tuple(block.region.name for block in wanted if block not in found)
 
 
 def _head_to_tile(model: nn.Module, policy: Policy) -> Head | None:

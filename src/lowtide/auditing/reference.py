@@ -37,7 +37,7 @@ from lowtide.auditing.precision import doubled, in_double, nudge
 from lowtide.auditing.setups import disable_checkpointing
 from lowtide.auditing.step import Observation, observe
 from lowtide.errors import CannotAuditError
-from lowtide.modules import device_of, named_parameters, unwrap_ddp
+from lowtide.modules import named_parameters, unwrap_ddp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -27,6 +27,9 @@ _LOWER_RIGHT = ("cuda",)
 _OVERRIDEABLE = ("xpu", "sim")
 """Devices that implement torch's overrideable fused attention."""
 
+_MASKED = ("cpu", "sim")
+"""Where a kernel that gives row sums takes masks, and heeds torch's switch for flash attention (`sdpa_kernel`)."""
+
 META_STANDS_FOR = "cuda"
 """The device whose kernels meta tensors take: a simulated device says which it is."""
 
@@ -39,18 +42,34 @@ def _kind_of(tensor: torch.Tensor) -> str:
     return META_STANDS_FOR if tensor.is_meta else tensor.device.type
 
 
-def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
     """Return whether a fused kernel that gives row sums takes these tensors."""
     if query.shape[-1] != value.shape[-1] or query.shape[1] % key.shape[1]:
         return False
     kind = _kind_of(query)
     if kind not in ("cpu", *_LOWER_RIGHT, *_OVERRIDEABLE):
         return False
+    if kind in _MASKED and not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    if mask is not None and not (kind in _MASKED and _is_plain_mask(mask)):
+        return False
     if kind in _LOWER_RIGHT:
         width = query.shape[-1]
         is_taken = query.dtype in (torch.float16, torch.bfloat16) and width <= _WIDEST_HEAD
         return is_taken and width % _HEAD_MULTIPLE == 0 and _takes_flash(query, key, value)
     return True
+
+
+def _is_plain_mask(mask: torch.Tensor) -> bool:
+    """Return whether a mask has a column for each key, and is a constant."""
+    return mask.dim() == 4 and mask.shape[-1] > 1 and not mask.requires_grad  # noqa: PLR2004
+
+
+def added_to_scores(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a mask as numbers to add to the scores of some queries, as torch makes them of booleans."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.to(query.dtype).expand(-1, -1, query.shape[2], -1).contiguous()
 
 
 def _takes_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -85,22 +104,28 @@ class Rows(NamedTuple):
     end: int
     is_causal: bool
     scale: float | None
+    keys: slice = ALL
+    """The keys that they see, if that is not told by their order."""
 
     def pieces(self, key: torch.Tensor) -> list[tuple[slice, bool]]:
         """Return the runs of keys that the rows attend to, and whether each is causal."""
         if not self.is_causal:
-            return [(ALL, False)]
+            return [(self.keys, False)]
         if _kind_of(key) in _LOWER_RIGHT:
             return [(slice(0, self.end), True)]
         return [*([(slice(0, self.start), False)] if self.start else []), (slice(self.start, self.end), True)]
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention of a tile's queries to all keys that they may see, and the log-sum-exp of each row."""
+    """Return the attention of a tile's queries to all keys that they may see, and the log-sum-exp of each row.
+
+    A `mask` is added to the scores of the keys that the rows see.
+    """
     parts = [
-        run_kernel(query, key[:, :, keys], value[:, :, keys], causal, rows.scale) for keys, causal in rows.pieces(key)
+        run_kernel(query, key[:, :, keys], value[:, :, keys], causal, rows.scale, mask)
+        for keys, causal in rows.pieces(key)
     ]
     out, row_sums = parts[0]
     for other, other_sums in parts[1:]:
@@ -118,12 +143,19 @@ def attend_backward(
     out: torch.Tensor,
     row_sums: torch.Tensor,
     rows: Rows,
+    mask: torch.Tensor | None = None,
 ) -> Iterator[tuple[slice, slice, slice, tuple[torch.Tensor, ...]]]:
     """Yield (dq, dk, dv) piece by piece, after the query heads, key heads and rows of keys that they are for."""
     for heads, group in _groups(query, key):
         for keys, causal in rows.pieces(key):
             given = (gradient[:, heads], query[:, heads], key[:, group, keys], value[:, group, keys])
-            yield heads, group, keys, _backward(*given, out[:, heads], row_sums[:, heads], causal, rows.scale)
+            made = (out[:, heads], row_sums[:, heads])
+            yield heads, group, keys, _backward(*given, *made, causal, rows.scale, _mask_of(mask, heads))
+
+
+def _mask_of(mask: torch.Tensor | None, heads: slice) -> torch.Tensor | None:
+    """Return the mask of some query heads, which may share one."""
+    return mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
 
 
 def _groups(query: torch.Tensor, key: torch.Tensor) -> list[tuple[slice, slice]]:
@@ -135,20 +167,25 @@ def _groups(query: torch.Tensor, key: torch.Tensor) -> list[tuple[slice, slice]]
 
 
 def run_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the device's fused kernel. Return attention, and the log-sum-exp of each row."""
     if _kind_of(query) == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu
-        made = [
-            run(query[:, heads], *_widened(query[:, heads], key[:, group], value[:, group]), 0.0, causal, scale=scale)
-            for heads, group in _groups(query, key)
-        ]
+        made = []
+        for heads, group in _groups(query, key):
+            wide = _widened(query[:, heads], key[:, group], value[:, group])
+            made.append(run(query[:, heads], *wide, 0.0, causal, attn_mask=_mask_of(mask, heads), scale=scale))
         out, row_sums = (torch.cat(column, 1) for column in zip(*made, strict=True)) if len(made) > 1 else made[0]
         return out, row_sums
     if _kind_of(query) in _OVERRIDEABLE:
         run = aten._scaled_dot_product_fused_attention_overrideable
-        out, row_sums, *_ = run(query, key, value, None, 0.0, causal, scale=scale)
+        out, row_sums, *_ = run(query, key, value, mask, 0.0, causal, scale=scale)
         return out, row_sums
     out, row_sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     return out, row_sums
@@ -163,11 +200,12 @@ def _backward(
     row_sums: torch.Tensor,
     causal: bool,
     scale: float | None,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     if _kind_of(query) == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu_backward
         wide = _widened(query, key, value)
-        dq, dk, dv = run(gradient, query, *wide, out, row_sums, 0.0, causal, scale=scale)
+        dq, dk, dv = run(gradient, query, *wide, out, row_sums, 0.0, causal, attn_mask=mask, scale=scale)
         if key.shape[1] < query.shape[1]:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return dq, dk, dv
@@ -175,7 +213,7 @@ def _backward(
     if _kind_of(query) in _OVERRIDEABLE:
         run = aten._scaled_dot_product_fused_attention_overrideable_backward
         needs, seeds = [True, True, True, False], _no_seeds(query)
-        found = run(gradient, query, key, value, None, needs, out, row_sums, *lengths, *seeds, scale=scale)
+        found = run(gradient, query, key, value, mask, needs, out, row_sums, *lengths, *seeds, scale=scale)
         return tuple(found[:3])
     run = aten._scaled_dot_product_flash_attention_backward
     return tuple(run(gradient, query, key, value, out, row_sums, *lengths, *_no_seeds(query), scale=scale))

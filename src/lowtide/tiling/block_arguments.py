@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.errors import CannotCutError
+from lowtide.errors import OddCallError
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.packed_sequences import BOUNDS, sample_bounds
 
@@ -37,7 +37,7 @@ class BlockArguments:
         self._trees: list[tuple[str, TensorTree, int]] = []
         for name, value in named.items():
             if "mask" in name and not isinstance(value, torch.Tensor | None):
-                raise CannotCutError(f"its mask is a {type(value).__name__}, which cannot be cut by rows")
+                raise OddCallError(f"its mask is a {type(value).__name__}, which cannot be cut by rows")
             tensors, tree = flatten(value)
             self._trees.append((name, tree, len(tensors)))
             for tensor in tensors:
@@ -111,7 +111,7 @@ def _token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
     if name in BOUNDS:
         return None
     if "seq" in name and "len" in name:
-        raise CannotCutError(f"its argument {name} packs several sequences into one")
+        raise OddCallError(f"its argument {name} packs several sequences into one")
     if name.startswith(_OTHER_SEQUENCE) and not _is_square(name):
         return None
     if _is_square(name):
@@ -124,5 +124,5 @@ def _token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
     if len(others) == 1:  # the trial tells whether it counts tokens
         return others[0]
     if others:
-        raise CannotCutError(f"it is not known how to cut its argument {name} of shape {tuple(tensor.shape)}")
+        raise OddCallError(f"it is not known how to cut its argument {name} of shape {tuple(tensor.shape)}")
     return None

@@ -15,10 +15,11 @@ from torch import nn
 
 from lowtide._torch import no_dispatch_modes, without_parametrize_cache
 from lowtide.counters import TileLedger
-from lowtide.errors import CannotCutError
+from lowtide.errors import CannotCutError, OddCallError
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.attention_call import seen_by
 from lowtide.tiling.block_arguments import BlockArguments, sample
+from lowtide.tiling.collectives import hold_on_all
 from lowtide.tiling.probe import FAILURES, Trial
 from lowtide.tiling.remains import tolerance_of
 from lowtide.tiling.tiled_block import AttentionCall, BlockSettings, recorded, refuse_other_ranks, run_block
@@ -54,19 +55,29 @@ class BlockTrial:
         tiled = TiledFunction(function, self._tiled.module)
         with recorded():
             finding = Trial(self._name, tiled, tensors, {}, torch.Size((self._count,))).run(hooks)
-            return finding if finding.fault is not None else finding._replace(fault=self._find_difference(hooks))
+            return finding if finding.fault is not None else self._compared(finding, hooks)
 
-    def _find_difference(self, hooks: list[Hook]) -> str | None:
+    def _compared(self, finding: Finding, hooks: list[Hook]) -> Finding:
+        """Add to a finding whether the block in tiles is the whole block, on all ranks that it meets."""
+        agree = functools.partial(hold_on_all, finding.groups, next(iter(self._named.values())).device)
+        fault = self._find_difference(hooks, agree)
+        if not agree(fault is None)[0] and fault is None:
+            fault = "another rank found that it is not in tiles what it is for the whole"
+        return finding._replace(fault=fault)
+
+    def _find_difference(self, hooks: list[Hook], agree: Callable[..., list[bool]]) -> str | None:
         """Return why the block in tiles is not the whole block, in words; None if it is."""
         try:
-            is_same = self._is_same(hooks)
+            is_same = self._is_same(hooks, agree)
+        except OddCallError:  # on all ranks
+            raise
         except FAILURES as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return f"it fails on a few of its tokens alone ({type(error).__name__}: {error})"
         return None if is_same else "its output in tiles is not what it is for the whole"
 
-    def _is_same(self, hooks: list[Hook]) -> bool:
+    def _is_same(self, hooks: list[Hook], agree: Callable[..., list[bool]]) -> bool:
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
@@ -78,7 +89,7 @@ class BlockTrial:
             for twin in (whole, tiled):
                 evaluate(twin.module)  # type: ignore[arg-type]
             plain, _ = flatten(whole.function(**_copied(self._named)))
-            settings = BlockSettings(tiles=min(_TILES, self._count))
+            settings = BlockSettings(tiles=min(_TILES, self._count), agree=agree)
             cut, _ = flatten(run_block(tiled, _copied(self._named), settings, TileLedger(self._name)))
         hidden = next(iter(self._named.values()))
         pairs = zip(plain, cut, strict=False)

@@ -52,7 +52,20 @@ def has_several_ranks() -> bool:
 
 def largest_in(groups: Iterable[Any], number: int, device: torch.device) -> int:
     """Return the largest `number` of all ranks in some groups."""
-    agreed = torch.tensor(number, device=device)
+    return largest_of_each(groups, [number], device)[0]
+
+
+def largest_of_each(groups: Iterable[Any], numbers: list[int], device: torch.device) -> list[int]:
+    """Return the largest of each of some numbers of all ranks in some groups."""
+    groups = list(groups)
+    if not groups:
+        return numbers
+    agreed = torch.tensor(numbers, device=device)
     for group in groups:
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
-    return int(agreed)
+    return [int(number) for number in agreed.tolist()]
+
+
+def hold_on_all(groups: Iterable[Any], device: torch.device, *statements: bool) -> list[bool]:
+    """Tell which of some statements hold on all ranks in some groups."""
+    return [not fails for fails in largest_of_each(groups, [int(not holds) for holds in statements], device)]

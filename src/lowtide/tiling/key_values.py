@@ -121,14 +121,16 @@ def fused_attention(
     own: tuple[torch.Tensor, torch.Tensor] | None,
     key: torch.Tensor,
     value: torch.Tensor,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of a tile's queries to K and V by a fused kernel, and a token for the next tile.
 
-    With `own`, the tile's own keys and values, K and V are constants, and `own` gets the gradients of the tile's rows.
-    `after` is the token of the tile before: in backward, that one's turn comes after this one's.
+    A `mask` is added to the scores of the keys that the rows see. With `own`, the tile's own keys and values, K and V
+    are constants, and `own` gets the gradients of the tile's rows. `after` is the token of the tile before: in
+    backward, that one's turn comes after this one's.
     """
     given = (None, None) if own is None else own
-    return _FusedAttention.apply(grads, rows, keep, after, query, *given, key, value)  # type: ignore[no-untyped-call, no-any-return]
+    return _FusedAttention.apply(grads, rows, keep, after, query, *given, key, value, mask)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -144,10 +146,11 @@ class _FusedAttention(torch.autograd.Function):
         _own_value: torch.Tensor | None,
         key: torch.Tensor,
         value: torch.Tensor,
+        mask: torch.Tensor | None,
     ) -> Any:
-        compute = functools.partial(attend, query, key, value, rows)
+        compute = functools.partial(attend, query, key, value, rows, mask)
         out, row_sums = compute() if keep is None else keep(compute, query)
-        ctx.save_for_backward(query, key, value, out, row_sums)
+        ctx.save_for_backward(query, key, value, out, row_sums, mask)
         ctx.set_materialize_grads(False)
         ctx.grads, ctx.rows, ctx.is_in_order = grads, rows, own_key is not None
         return out, query.new_empty(0)
@@ -159,10 +162,11 @@ class _FusedAttention(torch.autograd.Function):
                 "attention in tiles by a fused kernel has no second derivative, as the kernel has none: with "
                 "create_graph=True, use attn_implementation='eager', or take tile(attention) out of the policy"
             )
-        query, key, value, out, row_sums = ctx.saved_tensors
+        query, key, value, out, row_sums, mask = ctx.saved_tensors
         needs = ctx.needs_input_grad[5:7] if ctx.is_in_order else ctx.needs_input_grad[7:9]
         dq = None if gradient is None else torch.zeros_like(query)
-        pieces = () if gradient is None else attend_backward(gradient, query, key, value, out, row_sums, ctx.rows)
+        given = (query, key, value, out, row_sums, ctx.rows, mask)
+        pieces = () if gradient is None else attend_backward(gradient, *given)
         for heads, group, keys, (part, *of_keys) in pieces:
             dq[:, heads].add_(part)  # type: ignore[index]
             for which, of_key in enumerate(of_keys):
@@ -174,4 +178,4 @@ class _FusedAttention(torch.autograd.Function):
             own = [ctx.grads.rows(which, mine, query.dtype) if needs[which] else None for which in (0, 1)]
             if ctx.rows.start == 0:  # the last of all tiles: nothing waits for backward's end, which is far away
                 ctx.grads.forget()
-        return None, None, None, None, dq, *own, None, None
+        return None, None, None, None, dq, *own, None, None, None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide.errors import CannotCutError
+from lowtide.errors import OddCallError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ def bounds_in(options: Mapping[str, Any], length: int) -> list[int] | None:
         return None
     queries, keys = (options[name] for name in BOUNDS)
     if queries.is_meta or keys.is_meta:
-        raise CannotCutError(f"its {BOUNDS[0]} have no values")
+        raise OddCallError(f"its {BOUNDS[0]} have no values")
     bounds: list[int] = queries.tolist()
     if bounds != keys.tolist() or bounds[:1] != [0] or bounds[-1] != length:
-        raise CannotCutError(f"its {BOUNDS[0]} and {BOUNDS[1]} are not the bounds of its tokens, for both alike")
+        raise OddCallError(f"its {BOUNDS[0]} and {BOUNDS[1]} are not the bounds of its tokens, for both alike")
     return list(dict.fromkeys(bounds))
 
 
@@ -45,7 +45,7 @@ def bounds_of(positions: torch.Tensor) -> list[int] | None:
     is_one_batch = positions.dim() == 2 and positions.shape[1] == 1  # noqa: PLR2004
     starts = (positions == 0).flatten().nonzero().flatten().tolist()
     if not is_one_batch or starts != [0, *(steps.flatten().nonzero().flatten() + 1).tolist()]:
-        raise CannotCutError("its flash attention takes position_ids that are not those of packed sequences")
+        raise OddCallError("its flash attention takes position_ids that are not those of packed sequences")
     return [*starts, len(positions)]
 
 

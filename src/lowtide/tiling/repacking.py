@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide._torch import parts_of
-from lowtide.errors import CannotCutError
+from lowtide.errors import OddCallError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ def refuse_repacking(module: nn.Module | None, tensor: torch.Tensor) -> None:
     if module is None or tensor.device.type != "cpu" or not torch.is_grad_enabled():
         return
     if any(not part.training and _repacks(part) for part in parts_of([module])):
-        raise CannotCutError(
+        raise OddCallError(
             "in evaluation, its layers of bitsandbytes pack their weights for good in a call without gradients, which "
             "tiles make: call model.train() before training"
         )

@@ -27,11 +27,11 @@ import torch
 from lowtide._torch import CHECKPOINT_HOOKS, graph_task_id, hooks_module, is_attention_replaced, uncompiled
 from lowtide.compat import recorded_outputs
 from lowtide.counters import TileLedger
-from lowtide.errors import CannotCutError
+from lowtide.errors import CannotCutError, OddCallError
 from lowtide.randomness import RandomState, seeded_like
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.attention_call import seen_by
-from lowtide.tiling.attention_kernels import Rows, as_autocast_would, has_kernel
+from lowtide.tiling.attention_kernels import Rows, added_to_scores, as_autocast_would, has_kernel
 from lowtide.tiling.block_arguments import BlockArguments
 from lowtide.tiling.key_values import KeyValueGrads, fused_attention, hand_out, some_keys
 from lowtide.tiling.packed_sequences import BOUNDS, SeenSequences, bounds_in, bounds_of
@@ -96,8 +96,8 @@ class AttentionCall(NamedTuple):
         has_extras = self.options.get("dropout") or any(
             self.options.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")
         )
-        is_plain = self.is_sdpa and self.mask is None and not has_extras
-        return is_plain and has_kernel(self.query, self.key, self.value)
+        is_plain = self.is_sdpa and not has_extras
+        return is_plain and has_kernel(self.query, self.key, self.value, self.mask)
 
 
 def _module_of(function: Callable[..., Any]) -> str:
@@ -156,8 +156,8 @@ class BlockSettings:
 
     tiles: int
     accumulate: Accumulate = "auto"
-    agree: Callable[[bool], bool] = bool
-    """Tells whether this holds on all ranks that run the same collectives."""
+    agree: Callable[..., list[bool]] = lambda *holds: list(holds)
+    """Tells which of some statements hold on all ranks that run the same collectives."""
     keep: Callable[[int], Keep] | None = None
     """Keeps what the attention of a tile computes from forward to backward."""
 
@@ -171,19 +171,35 @@ def run_block(tiled: TiledFunction, named: Mapping[str, Any], settings: BlockSet
     del named, hidden
     tensors = arguments.take()
     look = _look(tiled.function, arguments, tensors)
-    _refuse_unusual(look.call, batch)
-    bounds = _bounds(look.call, arguments, tensors)
+    bounds, refusal = None, None
+    try:
+        _refuse_unusual(look.call, batch)
+        bounds = _bounds(look.call, arguments, tensors)
+        if bounds is None:
+            _refuse_mask(look.call.mask, length)
+    except CannotCutError as error:
+        refusal = error
+    is_in_order = look.call.is_fused and look.call.is_causal and not look.draws
+    may_be_cut, in_order = settings.agree(refusal is None, is_in_order)
+    if not may_be_cut:
+        raise refusal or OddCallError(ON_ANOTHER_RANK)
     grid = TokenGrid(torch.Size((length,)), settings.tiles)
-    in_order = settings.agree(look.call.is_fused and look.call.is_causal and not look.draws)
     seeds = torch.randint(2**62, (settings.tiles,)).tolist() if look.draws else None
-    block = _Block(tiled, arguments, grid, look.call.module, batch, seeds, settings, bounds, in_order=in_order)
+    block = _Block(tiled, arguments, grid, look.call, batch, seeds, settings, bounds, in_order=in_order)
     key, value = block.key_values(look.call, tensors)
-    with recorded(functools.partial(_joined, batch), settings.tiles):
-        output = run_tiles(
-            block.second_pass(), (key, value, *tensors), {}, grid, ledger, settings.accumulate, block.weight_grads
-        )
+    try:
+        with recorded(functools.partial(_joined, batch), settings.tiles):
+            output = run_tiles(
+                block.second_pass(), (key, value, *tensors), {}, grid, ledger, settings.accumulate, block.weight_grads
+            )
+    finally:
+        block.token = None  # it would keep the graph of tiles that failed, which keeps the block
     outputs, tree = flatten(output)
     return tree.unflatten([tensor.movedim(0, 1).contiguous() for tensor in outputs])
+
+
+ON_ANOTHER_RANK = "another rank's call of it cannot be cut, and they meet in its collectives"
+"""Why a call is not cut that could be."""
 
 
 def _bounds(call: AttentionCall, arguments: BlockArguments, tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -216,18 +232,24 @@ def _refuse_unusual(call: AttentionCall, batch: int) -> None:
     if call.key.shape[2] != 1 or call.query.shape[2] != 1 or call.key.shape[0] != batch:
         raise CannotCutError(f"its attention has {call.key.shape[2]} keys for one token")
     if call.is_flash and call.mask is not None:
-        raise CannotCutError("its flash attention gets a padding mask, whose rows cannot be told from its columns")
+        raise OddCallError("its flash attention gets a padding mask, whose rows cannot be told from its columns")
     told = [name for name in BOUNDS if call.options.get(name) is not None]
     if told and not (call.is_flash or call.is_sdpa or call.is_eager):
-        raise CannotCutError(f"it is not known how its attention function takes {told[0]}")
+        raise OddCallError(f"it is not known how its attention function takes {told[0]}")
     if call.options.get("output_attentions"):
-        raise CannotCutError("it returns attention weights, which tiles would return in parts")
+        raise OddCallError("it returns attention weights, which tiles would return in parts")
+
+
+def _refuse_mask(mask: torch.Tensor | None, length: int) -> None:
+    """Refuse a mask with columns that are not keys of the call."""
+    if mask is not None and mask.shape[-1] not in (1, length):
+        raise OddCallError(f"its mask has {mask.shape[-1]} columns for {length} keys")
 
 
 def refuse_other_ranks(call: AttentionCall) -> None:
     """Refuse attention to tokens of other ranks: a tile's keys would be those of this rank alone."""
     if call.reaches_other_ranks:
-        raise CannotCutError(
+        raise OddCallError(
             "its attention is replaced by one that may reach the tokens of other ranks (context parallelism, Ulysses)"
         )
 
@@ -240,7 +262,7 @@ class _Block:
         tiled: TiledFunction,
         arguments: BlockArguments,
         grid: TokenGrid,
-        attention: nn.Module,
+        call: AttentionCall,
         batch: int,
         seeds: list[int] | None,
         settings: BlockSettings,
@@ -254,7 +276,9 @@ class _Block:
         self._settings = settings
         self._seeds = seeds
         self.grid = grid
-        self.attention = attention
+        self.attention = call.module
+        self.is_fused = call.is_fused
+        """Whether a fused kernel computes its attention. Settings of the user's say so, which hold in forward alone."""
         self.bounds = bounds
         self.in_order = in_order
         self.grads = KeyValueGrads()
@@ -366,19 +390,22 @@ class _TileAttention:
         if call.is_sdpa:
             query, key, value = as_autocast_would(query, key, value)
             call = call._replace(query=query, key=key, value=value)
-        return self._fused(call) if call.is_fused else self._by_function(call)
+        return self._fused(call) if self._block.is_fused else self._by_function(call)
 
     def _fused(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         block, whole = self._block, self._key_values
         start = block.grid.starts[self._index]
-        rows = Rows(start, start + block.grid.sizes[self._index], call.is_causal, call.options.get("scaling"))
+        end, mask = start + block.grid.sizes[self._index], call.mask
+        keys = slice(0, block.grid.count) if mask is None else _visible_keys(call, start, end, block.grid.count)
+        rows = Rows(start, end, call.is_causal, call.options.get("scaling"), keys)
+        mask = None if mask is None else added_to_scores(mask[..., keys], call.query)
         is_forward = graph_task_id() < 0
         if block.writes and is_forward:
             for all_rows, own_rows in zip(whole, (call.key, call.value), strict=True):
                 all_rows.data[:, :, rows.start : rows.end].copy_(own_rows.detach())
         own = (call.key, call.value) if block.in_order else None
         after = block.token if is_forward else None
-        out, token = fused_attention(block.grads, rows, block.keep(self._index), after, call.query, own, *whole)
+        out, token = fused_attention(block.grads, rows, block.keep(self._index), after, call.query, own, *whole, mask)
         block.token = token if is_forward and self._index < len(block.grid.sizes) - 1 else None
         return out.transpose(1, 2).contiguous(), None
 
@@ -390,8 +417,6 @@ class _TileAttention:
         if block.bounds is not None:
             return self._by_sequences(call, SeenSequences.of(block.bounds, start, end, is_causal=call.is_causal))
         mask = call.mask
-        if mask is not None and mask.shape[-1] not in (1, length):
-            raise CannotCutError(f"its mask has {mask.shape[-1]} columns for {length} keys")
         keys = slice(0, end) if call.is_causal else _visible_keys(call, start, end, length)
         if mask is not None and mask.shape[-1] == length:
             mask = mask[..., keys]

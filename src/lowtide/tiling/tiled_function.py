@@ -15,10 +15,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lowtide._torch import fsdp_param_groups, uncompiled
+from lowtide.tiling.collectives import largest_in
 from lowtide.weights import Weight, is_partitioned, is_zero3_sharded, weights_of
 
 if TYPE_CHECKING:
@@ -103,10 +103,12 @@ def gathered(tiled: TiledFunction) -> Iterator[None]:
 
 def max_over_ranks(number: int, tiled: TiledFunction, device: torch.device) -> int:
     """Return the largest `number` of all ranks that share the partitioned weights."""
-    group = next(weight.ds_process_group for weight in tiled.module.parameters() if is_partitioned(weight))  # type: ignore[union-attr]
-    agreed = torch.tensor(number, device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
-    return int(agreed)
+    return largest_in([partition_group(tiled)], number, device)
+
+
+def partition_group(tiled: TiledFunction) -> Any:
+    """Return the process group of the ranks that share the partitioned weights."""
+    return next(weight.ds_process_group for weight in tiled.module.parameters() if is_partitioned(weight))  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
