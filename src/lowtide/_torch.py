@@ -357,7 +357,7 @@ def have_forward_hooks(modules: list[nn.Module]) -> bool:
     """
     if any(map(_forward_hooks, modules)) or any(map(_forward_pre_hooks, modules)):
         return True
-    return any(_GLOBAL_HOOKS)
+    return bool(_GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1])
 
 
 def global_forward_hooks() -> tuple[dict[int, Any], ...]:

@@ -47,16 +47,23 @@ class AttributeHabits:
         self._ancestors: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules in attributes that have the region as a part: what they hold is not what it computes with."""
 
-    def note_all(
-        self, parts: list[nn.Module], roots: int, *, skip_forward: bool
+    def note(
+        self, parts: list[nn.Module], roots: int, *, skip_forward: bool, have_hooks: bool
     ) -> tuple[list[nn.Module], NotedAttributes]:
-        """Do what `note` does, and return also all parts: with those that are held in attributes, unregistered."""
-        noted = self.note(parts, roots, skip_forward=skip_forward)
+        """Note the attributes of parts, the first of which are whole modules (`roots`), and which parts there are.
+
+        `skip_forward` says that the first one's own forward is what runs, whatever stands in its place, and
+        `have_hooks` whether there are hooks, which may have a state. All parts are returned, too: with those that are
+        held in attributes, unregistered.
+        """
+        noted = self._note(parts, roots, skip_forward=skip_forward, have_hooks=have_hooks)
         if noted.places is None or not (hidden := self._hidden(noted.places.modules, parts)):
             return parts, noted
         parts = parts_of([*parts[:roots], *hidden])
         self._with_hidden = self._with_hidden or AttributeHabits()
-        return parts, self._with_hidden.note(parts, roots + len(hidden), skip_forward=skip_forward)
+        return parts, self._with_hidden._note(
+            parts, roots + len(hidden), skip_forward=skip_forward, have_hooks=have_hooks
+        )
 
     def _hidden(self, modules: list[nn.Module], parts: list[nn.Module]) -> list[nn.Module]:
         if not modules:
@@ -66,21 +73,16 @@ class AttributeHabits:
         self._ancestors.update(module for module in hidden if not known.isdisjoint(module.modules()))
         return [module for module in hidden if module not in self._ancestors]
 
-    def note(self, parts: list[nn.Module], roots: int, *, skip_forward: bool) -> NotedAttributes:
-        """Note the attributes of parts, the first of which are whole modules (`roots`), and which parts there are.
-
-        `skip_forward` says that the first one's own forward is what runs, whatever stands in its place.
-        """
-        own = [*map(_attributes_of, parts)]
-        layout = self._layout
-        if layout.key != _key_of(parts, own):
+    def _note(self, parts: list[nn.Module], roots: int, *, skip_forward: bool, have_hooks: bool) -> NotedAttributes:
+        own, layout = [*map(_attributes_of, parts)], self._layout
+        if layout.key != hash((*map(id, parts), *map(len, own))):
             layout = self._layout = _Layout.of(parts, skip_forward=skip_forward)
         values = layout.values_in(own)
         if values is None:  # an attribute is gone, or holds something else
             layout = self._layout = _Layout.of(parts, skip_forward=skip_forward)
             values = [*map(operator.call, layout.get, own)]
         noted = NotedAttributes(parts, roots, layout, values)
-        if layout.others or have_forward_hooks(parts):
+        if layout.others or have_hooks:
             noted.places = NotedPlaces([(own[index], name) for index, name in layout.others])
             noted.places.add((vars(holder), name) for holder in _hooks_with_state(parts) for name in vars(holder))
         return noted
@@ -110,7 +112,7 @@ class NotedAttributes:
             return False
         parts, layout = parts_of(self._parts[: self._roots]), self._layout
         own = [*map(_attributes_of, parts)]
-        if _key_of(parts, own) != layout.key:
+        if hash((*map(id, parts), *map(len, own))) != layout.key:
             return False
         try:
             return [*map(operator.call, layout.get, own)] == self._values

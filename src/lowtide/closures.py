@@ -30,6 +30,9 @@ _DEPTH = 3
 WITH_STATE = frozenset({torch.Generator, np.random.Generator, np.random.RandomState, random.Random})
 """Kinds of objects whose contents can be noted, and put back into the same object."""
 
+KNOWN_INPUTS = PLAIN | {torch.Tensor, nn.Parameter}
+"""Kinds of arguments in which there is nothing to look for."""
+
 _LIBRARIES = ("accelerate", "builtins", "deepspeed", "lowtide", "numpy", "peft", "torch", "transformers")
 
 
@@ -41,11 +44,6 @@ class Reached(NamedTuple):
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.places)
-
-
-def is_known_input(value: Any) -> bool:
-    """Return whether an argument is a tensor or a plain value, and there is nothing to look for in it."""
-    return isinstance(value, torch.Tensor) or type(value) in PLAIN
 
 
 def reached_by(function: Callable[..., Any] | None, args: Iterable[Any]) -> Reached:
@@ -76,7 +74,7 @@ class _Search:
                 if id(value) not in self._seen and not are_plain(items_of(value)):
                     self._seen[id(value)] = value
                     waiting += items_of(value)
-            elif not is_known_input(value):
+            elif not (isinstance(value, torch.Tensor) or type(value) in PLAIN):
                 self.visit(value, 1)
 
     def visit(self, value: Any, depth: int) -> None:

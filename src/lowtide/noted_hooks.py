@@ -32,6 +32,10 @@ class NotedHooks:
         if have_forward_hooks(parts):
             self._hooks = [{key: _held(hook) for key, hook in place.items()} for place in self._places()]
 
+    def __bool__(self) -> bool:
+        """Return whether there were any."""
+        return self._hooks is not None
+
     def are_unchanged(self) -> bool:
         """Return whether the parts have the same hooks. Each hook has a number that no other gets."""
         if self._hooks is None:

@@ -24,7 +24,7 @@ from lowtide._torch import have_buffers, no_dispatch_modes, parts_of, uncompiled
 from lowtide.attributes import NO_ATTRIBUTES, AttributeHabits
 from lowtide.buffers import Snapshot
 from lowtide.checkpointing.rewrites import Rewrites
-from lowtide.closures import is_known_input, reached_by
+from lowtide.closures import KNOWN_INPUTS, reached_by
 from lowtide.errors import InPlaceError
 from lowtide.noted_hooks import NotedHooks
 from lowtide.noted_places import NotedPlaces
@@ -83,7 +83,7 @@ def state_of(
     if module is None:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         module = owner if isinstance(owner, nn.Module) else None
-    others = [value for value in (*args, *kwargs.values()) if not is_known_input(value)]
+    others = [value for value in (*args, *kwargs.values()) if type(value) not in KNOWN_INPUTS]
     modules: list[nn.Module] = [] if module is None else [module]
     places: list[Place] = []
     if others or module is None:
@@ -140,13 +140,18 @@ class ForwardState:
     def note(self) -> None:
         """Note everything, before the forward."""
         parts, habits, is_forward = parts_of(self.modules), self._habits, self._is_forward
-        parts, self._attributes = habits.attributes.note_all(parts, len(self.modules), skip_forward=is_forward)
+        self._hooks = NotedHooks(parts[1:] if is_forward else parts)
+        known = len(parts)
+        parts, self._attributes = habits.attributes.note(
+            parts, len(self.modules), skip_forward=is_forward, have_hooks=bool(self._hooks)
+        )
+        if len(parts) != known:
+            self._hooks = NotedHooks(parts[1:] if is_forward else parts)
         self._weights = weights_in(parts, skip_first=is_forward)
         if habits.rewrites:
             self._weights = habits.rewrites.noted(self._weights)
         if have_buffers(parts):
             self._before = Snapshot(parts)
-        self._hooks = NotedHooks(parts[1:] if is_forward else parts)
         if self._places:
             self._outside = NotedPlaces(self._places)
         is_looked_at = habits.next_is_looked_at()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from lowtide._torch import have_buffers, parts_of
+from lowtide._torch import have_buffers, have_forward_hooks, parts_of
 from lowtide.attributes import AttributeHabits
 from lowtide.buffers import Snapshot
 from lowtide.noted_hooks import NotedHooks
@@ -37,7 +37,7 @@ class CallState:
         """Whether a trial has shown that no tile changes a buffer that others read."""
         self.habits = AttributeHabits()
         own = parts_of(self.modules)
-        parts, _ = self.habits.note_all(own, len(self.modules), skip_forward=self.is_forward)
+        parts, _ = self.habits.note(own, len(self.modules), skip_forward=self.is_forward, have_hooks=False)
         self.weights = weights_in(parts, skip_first=self.is_forward)
 
     def note(self) -> NotedTile:
@@ -50,8 +50,9 @@ class NotedTile:
 
     def __init__(self, call: CallState) -> None:
         self._call = call
-        parts, self._attributes = call.habits.note_all(
-            parts_of(call.modules), len(call.modules), skip_forward=call.is_forward
+        parts = parts_of(call.modules)
+        parts, self._attributes = call.habits.note(
+            parts, len(call.modules), skip_forward=call.is_forward, have_hooks=have_forward_hooks(parts)
         )
         self._hooks = NotedHooks(parts[1:] if call.is_forward else parts)
         self._outside = NotedPlaces(call.places) if call.places else None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowtide._torch import fsdp_param_groups, uncompiled
-from lowtide.closures import Reached, is_known_input, reached_by
+from lowtide.closures import KNOWN_INPUTS, Reached, reached_by
 from lowtide.weights import Weight, is_partitioned, is_zero3_sharded, weights_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class TiledFunction:
 
     def reached(self, args: Iterable[Any]) -> Reached:
         """Return the modules and the places that a call uses: its module, or what its closure refers to."""
-        others = [value for value in args if not is_known_input(value)]
+        others = [value for value in args if type(value) not in KNOWN_INPUTS]
         if self.module is not None and not others:
             return Reached([self.module], [])
         found = reached_by(uncompiled(self.function) if self.module is None else None, others)
