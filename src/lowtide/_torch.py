@@ -351,11 +351,30 @@ def have_buffers(modules: list[nn.Module]) -> bool:
 
 
 def have_forward_hooks(modules: list[nn.Module]) -> bool:
-    """Return whether one of the modules has a hook before or after its forward.
+    """Return whether one of the modules, or all modules have a hook before or after their forward.
 
     `Module._forward_pre_hooks` and `_forward_hooks`, 2.10. Public replacement: none.
     """
-    return any(map(_forward_hooks, modules)) or any(map(_forward_pre_hooks, modules))
+    if any(map(_forward_hooks, modules)) or any(map(_forward_pre_hooks, modules)):
+        return True
+    return bool(_GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1])
+
+
+def global_forward_hooks() -> tuple[dict[int, Any], ...]:
+    """Return the dictionaries of hooks that act on all modules, before and after forward.
+
+    `torch.nn.modules.module._global_forward_hooks` and its likes, 2.10. Public replacement: none.
+    """
+    return _GLOBAL_HOOKS
+
+
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(torch.nn.modules.module, name)
+    for name in (
+        *("_global_forward_pre_hooks", "_global_forward_hooks"),
+        *("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"),
+    )
+)
 
 
 _parameters = operator.attrgetter("_parameters")
@@ -391,7 +410,8 @@ CONTENT = ("_parameters", "_buffers", "_modules")
 # `NormBase`, `ConvNd` and `DropoutNd` are the classes that torch's batch norms, convolutions and dropouts share. 2.10.
 # Public replacement: lists of their subclasses, which would go stale.
 
-_REPLICATE = "_replicate_for_data_parallel"
+REPLICATE = "_replicate_for_data_parallel"
+"""The method of a module that `make_data_parallel_refuse` replaces."""
 
 
 def make_data_parallel_refuse(module: nn.Module, refuse: Callable[[], Any] | None) -> None:
@@ -400,9 +420,9 @@ def make_data_parallel_refuse(module: nn.Module, refuse: Callable[[], Any] | Non
     `Module._replicate_for_data_parallel`, 2.10. Public replacement: none.
     """
     if refuse is None:
-        vars(module).pop(_REPLICATE, None)
+        vars(module).pop(REPLICATE, None)
     else:
-        vars(module)[_REPLICATE] = refuse
+        vars(module)[REPLICATE] = refuse
 
 
 def fsdp_param_groups(modules: Iterable[Any]) -> list[Any]:

@@ -1,250 +1,261 @@
 """Notes what modules hold in plain attributes, and puts it back: counters, schedules, lists, tensors beside buffers.
 
-A forward may read a number from an attribute, and change it; the program may change it before backward (a schedule of
-dropout's `p`, `model.eval()`). A recompute must find what the forward found, and leave what is there. Numbers are noted
-at each call. Tensors, lists, dictionaries and generators are noted only once a close look at a call has shown that a
-forward changes them: small ones as copies, and of large ones only that a recompute must not leave its own.
+A forward may read an attribute, and change it; the program may change it before backward: a schedule of dropout's `p`,
+`model.eval()`, another adapter, a mask for the next batch, another part. A recompute must find what the forward found,
+and leave what is there. Values that never change (numbers, strings, types) are noted for all parts at once, which takes
+little time; those that hold more are noted one by one (`noted_places`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import types
 import weakref
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
-from lowtide._torch import hooks_of, version_if_any
-from lowtide.buffers import SMALL_BYTES
+from lowtide._torch import REPLICATE, children_of, forward_hooks_of, have_forward_hooks, parts_of
+from lowtide.closures import WITH_STATE, is_plain_object
+from lowtide.held_values import CONTAINERS, PLAIN, SIMPLE, are_plain, is_same_plain
+from lowtide.noted_places import FUNCTIONS, NotedPlaces, put_back_afterwards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Recall = Callable[[dict[str, Any], str], object]
+    from lowtide.closures import Place
 
-_NUMBERS = (bool, int, float, complex, str, type(None))
-_CONTAINERS = (list, dict, set)
-_SIMPLE = frozenset({*_NUMBERS, *_CONTAINERS})
-_OWN = frozenset(vars(nn.Module())) | {"forward"}
-"""What every module has, which is torch's business, and what a policy puts there."""
-_LIBRARIES = ("accelerate", "builtins", "deepspeed", "lowtide", "peft", "torch", "transformers")
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What every module has, which is torch's business."""
+_POLICIES = frozenset({"compile", REPLICATE})
+"""What a policy puts into a module, beside its forward."""
 _MISSING = object()
 
 
 class AttributeHabits:
-    """Which attributes of a region's parts hold numbers, and which others its forward was seen to change."""
+    """Which attributes the parts of a region have, of which kinds. It is looked up again when their number changes."""
 
     def __init__(self) -> None:
-        self._layout: list[int] = []
-        self._numbers = _numbers_of([])
-        self._changing: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self._layout = _Layout.of([], skip_forward=False)
+        self._with_hidden: AttributeHabits | None = None
+        self._ancestors: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules in attributes that have the region as a part: what they hold is not what it computes with."""
 
-    def note(self, parts: list[nn.Module]) -> NotedAttributes:
-        """Note the numbers of all parts, and what is known to change."""
-        layout = [*map(id, parts)]
-        if layout != self._layout:
-            self._layout, self._numbers = layout, _numbers_of(parts)
-        try:
-            noted = NotedAttributes(parts, self._numbers)
-        except KeyError:  # an attribute is gone
-            self._numbers = _numbers_of(parts)
-            noted = NotedAttributes(parts, self._numbers)
-        if self._changing:
-            known = [(vars(holder), name) for holder, names in self._changing.items() for name in names]
-            noted.others = [(held, name, _recall(held.get(name, _MISSING))) for held, name in known]
+    def note(
+        self, parts: list[nn.Module], roots: int, *, skip_forward: bool, have_hooks: bool
+    ) -> tuple[list[nn.Module], NotedAttributes]:
+        """Note the attributes of parts, the first of which are whole modules (`roots`), and which parts there are.
+
+        `skip_forward` says that the first one's own forward is what runs, whatever stands in its place, and
+        `have_hooks` whether there are hooks, which may have a state. All parts are returned, too: with those that are
+        held in attributes, unregistered.
+        """
+        noted = self._note(parts, roots, skip_forward=skip_forward, have_hooks=have_hooks)
+        if noted.places is None or not (hidden := self._hidden(noted.places.modules, parts)):
+            return parts, noted
+        parts = parts_of([*parts[:roots], *hidden])
+        self._with_hidden = self._with_hidden or AttributeHabits()
+        return parts, self._with_hidden._note(
+            parts, roots + len(hidden), skip_forward=skip_forward, have_hooks=have_hooks
+        )
+
+    def _hidden(self, modules: list[nn.Module], parts: list[nn.Module]) -> list[nn.Module]:
+        if not modules:
+            return []
+        known = {*parts, *self._ancestors}
+        hidden = [module for module in dict.fromkeys(modules) if module not in known]
+        self._ancestors.update(module for module in hidden if not known.isdisjoint(module.modules()))
+        return [module for module in hidden if module not in self._ancestors]
+
+    def _note(self, parts: list[nn.Module], roots: int, *, skip_forward: bool, have_hooks: bool) -> NotedAttributes:
+        own, layout = [*map(_attributes_of, parts)], self._layout
+        if layout.key != hash((*map(id, parts), *map(len, own))):
+            layout = self._layout = _Layout.of(parts, skip_forward=skip_forward)
+        values = layout.values_in(own)
+        if values is None:  # an attribute is gone, or holds something else
+            layout = self._layout = _Layout.of(parts, skip_forward=skip_forward)
+            values = [*map(operator.call, layout.get, own)]
+        noted = NotedAttributes(parts, roots, layout, values)
+        if layout.others or have_hooks:
+            noted.places = NotedPlaces([(own[index], name) for index, name in layout.others])
+            noted.places.add((vars(holder), name) for holder in _hooks_with_state(parts) for name in vars(holder))
         return noted
-
-    def learn(self, holder: Any, name: str) -> None:
-        """Remember that a forward changes this attribute of a part or of a hook."""
-        self._changing.setdefault(holder, set()).add(name)
-        self._layout = []  # a number may have come or gone
 
 
 class NotedAttributes:
-    """The attributes of a module's parts as they were when a forward began."""
+    """The parts of modules and their attributes as they were when a forward began."""
 
-    __slots__ = ("_numbers", "_parts", "_values", "others")
+    __slots__ = ("_layout", "_leaves_parts", "_parts", "_roots", "_values", "places")
 
-    def __init__(self, parts: list[nn.Module], numbers: _Numbers) -> None:
+    def __init__(self, parts: list[nn.Module], roots: int, layout: _Layout, values: list[tuple[Any, ...]]) -> None:
         self._parts = parts
-        self._numbers = numbers
-        self._values = [*map(operator.call, numbers.get, map(_attributes_of, parts))]
-        self.others: list[tuple[dict[str, Any], str, Recall]] = []
+        self._roots = roots
+        self._layout = layout
+        self._values = values
+        self._leaves_parts = False
+        """Whether the forward has put other parts in the places of some."""
+        self.places: NotedPlaces | None = None
+
+    def settle(self) -> None:
+        """Leave the parts to a forward that has put others in their places."""
+        self._leaves_parts = parts_of(self._parts[: self._roots]) != self._parts
 
     def are_unchanged(self) -> bool:
-        """Return whether the numbers are what they were, and there is nothing else to put back."""
-        if self.others:
+        """Return whether the values are what they were, and there is nothing else to put back."""
+        if self.places is not None and not self.places.are_unchanged():
+            return False
+        parts, layout = parts_of(self._parts[: self._roots]), self._layout
+        own = [*map(_attributes_of, parts)]
+        if hash((*map(id, parts), *map(len, own))) != layout.key:
             return False
         try:
-            return [*map(operator.call, self._numbers.get, map(_attributes_of, self._parts))] == self._values
-        except KeyError:  # an attribute is gone
+            return [*map(operator.call, layout.get, own)] == self._values
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or holds a tensor or an array
             return False
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, name: str) -> Iterator[None]:
         """Let the parts find their attributes inside as they were noted, and leave them as they are now."""
-        numbers = [
-            (vars(part), name, _recall(value))
-            for part, names, values in zip(self._parts, self._numbers.names, self._values, strict=True)
-            for name, value in zip(names, values, strict=True)
-            if vars(part).get(name, _MISSING) != value
+        plain = [
+            (held, attribute, value)
+            for held, names, values in zip(map(vars, self._parts), self._layout.names, self._values, strict=True)
+            for attribute, value in zip(names, values, strict=True)
+            if not is_same_plain(held.get(attribute, _MISSING), value)
         ]
-        places = [*numbers, *self.others]
-        now = [(held, name, _put_back(held.get(name, _MISSING))) for held, name, _ in places]
+        added = [*self._added()]
+        with contextlib.ExitStack() as stack:
+            if not self._leaves_parts and parts_of(self._parts[: self._roots]) != self._parts:
+                stack.enter_context(self._parts_restored())
+            if self.places is not None:
+                stack.enter_context(self.places.restored(name))
+            stack.enter_context(put_back_afterwards([*((held, attribute) for held, attribute, _ in plain), *added]))
+            for held, attribute, value in plain:
+                held[attribute] = value
+            for place, attribute in added:
+                del place[attribute]
+            yield
+
+    def _added(self) -> Iterator[Place]:
+        """Yield the attributes that were not there, but for objects, of which nobody knows what they are."""
+        for held, known in zip(map(vars, self._parts), self._layout.known, strict=True):
+            for name in held.keys() - known:
+                if _kind_of(name, held[name]) is not None or name == "forward":
+                    yield held, name
+
+    @contextlib.contextmanager
+    def _parts_restored(self) -> Iterator[None]:
+        """Let each part have the children that it had."""
+        places = [children_of(part) for part in self._parts]
+        now = [dict(place) for place in places]
+        parts = iter(self._parts[self._roots :])
+        noted = [
+            {name: next(parts) if is_there else None for name, is_there in names.items()}
+            for names in self._layout.children
+        ]
         try:
-            for held, name, recall in places:
-                recall(held, name)
+            for place, children in zip(places, noted, strict=True):
+                _fill(place, children)
             yield
         finally:
-            for held, name, put_back in now:
-                put_back(held, name)
+            for place, children in zip(places, now, strict=True):
+                _fill(place, children)
 
 
-class AttributeLook:
-    """A close look at one call: what a forward might change in attributes of parts and of their hooks."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        holders = dict.fromkeys([*parts, *_hooks_with_state(parts)])
-        self._before = [(holder, _traces(holder)) for holder in holders]
-
-    def learn(self, habits: AttributeHabits, noted: NotedAttributes) -> None:
-        """Compare with what is there now; add what changed to the habits and to what was noted before the call."""
-        noted.others = []
-        for holder, before in self._before:
-            held, now = vars(holder), _traces(holder)
-            for name in before.keys() | now.keys():
-                trace = before.get(name)
-                if trace is not None and name in now and trace.is_same(now[name]):
-                    continue
-                habits.learn(holder, name)
-                noted.others.append((held, name, _recall(_MISSING) if trace is None else trace.recall))
+def _fill(place: dict[str, Any], content: dict[str, Any]) -> None:
+    place.clear()
+    place.update(content)
 
 
-class _Trace(NamedTuple):
-    """What an attribute held: the object, the items in it, and versions of tensors; and how to have it again."""
-
-    value: Any
-    items: list[Any]
-    versions: list[int]
-    state: torch.Tensor | None
-    recall: Recall
-
-    def is_same(self, other: _Trace) -> bool:
-        if isinstance(self.value, _NUMBERS):
-            return type(self.value) is type(other.value) and bool(self.value == other.value)
-        if self.value is not other.value or len(self.items) != len(other.items) or self.versions != other.versions:
-            return False
-        is_same_state = self.state is None or other.state is None or torch.equal(self.state, other.state)
-        return is_same_state and all(a is b for a, b in zip(self.items, other.items, strict=True))
+# --- Kinds of attributes --------------------------------------------------------------------------------------------
 
 
-def _hooks_with_state(parts: list[nn.Module]) -> Iterator[Any]:
-    """Yield the objects behind the parts' forward hooks, but for those of libraries, which know what they do."""
-    hooks = [
-        hook for part in parts for kind, own in hooks_of(part).items() if "forward" in kind for hook in own.values()
-    ]
-    for hook in hooks:
-        function = hook.func if isinstance(hook, functools.partial) else hook
-        holder = getattr(function, "__self__", function)
-        is_plain = not isinstance(holder, nn.Module | types.FunctionType) and hasattr(holder, "__dict__")
-        if is_plain and isinstance(holder, Hashable) and type(holder).__module__.partition(".")[0] not in _LIBRARIES:
-            yield holder
+class _Layout(NamedTuple):
+    """Which attributes some parts have: for each part the names of its plain values, and how to get them at once."""
 
-
-def _traces(holder: Any) -> dict[str, _Trace]:
-    return {
-        name: _trace(value)
-        for name, value in vars(holder).items()
-        if name not in _OWN and (type(value) in _SIMPLE or isinstance(value, (torch.Tensor, torch.Generator)))
-    }
-
-
-def _trace(value: Any) -> _Trace:
-    items = _items(value)
-    versions = [version_if_any(item) for item in items if isinstance(item, torch.Tensor)]
-    state = value.get_state() if isinstance(value, torch.Generator) else None
-    return _Trace(value, items, versions, state, _recall(value))
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, _CONTAINERS) else [value]
-
-
-class _Numbers(NamedTuple):
-    """For each part the names of its numbers, and a function that gets all of them from its dictionary at once."""
-
+    key: int
+    """What changes with the parts and the number of their attributes."""
     names: list[list[str]]
     get: list[Callable[[dict[str, Any]], tuple[Any, ...]]]
+    others: list[tuple[int, str]]
+    """Parts by number, and the names of attributes that hold more than a plain value."""
+    children: list[dict[str, bool]]
+    """The names of the parts that each part has, and whether there was one."""
+    known: list[frozenset[str]]
+    """The names of all attributes of each part."""
+
+    @classmethod
+    def of(cls, parts: list[nn.Module], *, skip_forward: bool) -> _Layout:
+        own = [*map(_attributes_of, parts)]
+        kinds = [{name: _kind_of(name, value) for name, value in held.items()} for held in own]
+        if skip_forward and parts:
+            kinds[0]["forward"] = None
+        names = [[name for name, kind in found.items() if kind == "plain"] for found in kinds]
+        return cls(
+            _key_of(parts, own),
+            names,
+            [_getter(found) for found in names],
+            [(index, name) for index, found in enumerate(kinds) for name, kind in found.items() if kind == "other"],
+            [{name: child is not None for name, child in children_of(part).items()} for part in parts],
+            [frozenset(held) for held in own],
+        )
+
+    def values_in(self, own: list[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
+        """Return the plain values of all parts; None if one is gone, or not plain any more."""
+        try:
+            values = [*map(operator.call, self.get, own)]
+        except KeyError:
+            return None
+        return values if SIMPLE.issuperset(map(type, itertools.chain.from_iterable(values))) else None
 
 
-def _numbers_of(parts: list[nn.Module]) -> _Numbers:
-    names = [_names_of_numbers(part) for part in parts]
-    return _Numbers(names, [operator.itemgetter(*found) if found else _no_numbers for found in names])
+def _key_of(parts: list[nn.Module], own: list[dict[str, Any]]) -> int:
+    return hash((*map(id, parts), *map(len, own)))
 
 
-def _names_of_numbers(part: nn.Module) -> list[str]:
-    names = [n for n, value in vars(part).items() if type(value) in _NUMBERS and (n not in _OWN or n == "training")]
-    return names * 2 if len(names) == 1 else names  # an itemgetter of one name returns no tuple
+def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    if not names:
+        return _nothing
+    if len(names) == 1:
+        names *= 2  # an itemgetter of one name returns no tuple
+    return operator.itemgetter(*names)
 
 
-def _no_numbers(_attributes: dict[str, Any]) -> tuple[Any, ...]:
+def _nothing(_attributes: dict[str, Any]) -> tuple[Any, ...]:
     return ()
 
 
 _attributes_of = operator.attrgetter("__dict__")
 
 
-NO_ATTRIBUTES = NotedAttributes([], _numbers_of([]))
+def _kind_of(name: str, value: Any) -> str | None:
+    """Return whether an attribute is noted among plain values or by itself; None if it is left alone."""
+    if name in _OWN or name in _POLICIES or (name == "forward" and hasattr(value, "is_activation_policy")):
+        return None
+    kind = type(value)
+    if kind in PLAIN or (kind is tuple and are_plain(value)):
+        return "plain"
+    is_other = (
+        isinstance(value, (torch.Tensor, nn.Module, np.ndarray, *FUNCTIONS)) or kind in CONTAINERS or kind in WITH_STATE
+    )
+    return "other" if is_other else None
 
 
-def _recall(value: Any) -> Recall:
-    """Return a function that puts a copy of `value`, as it is now, into a place.
-
-    It leaves large tensors alone, and those with a graph: the graph holds what is noted, and would never be freed.
-    """
-    if value is _MISSING:
-        return _remove
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda _held, _name: value.set_state(state)
-    if not all(_is_small_state(item) for item in _items(value) if isinstance(item, torch.Tensor)):
-        return _leave
-    kept = _copied(value)
-    return lambda held, name: held.__setitem__(name, _copied(kept))
+def _hooks_with_state(parts: list[nn.Module]) -> Iterator[Any]:
+    """Yield the objects behind the parts' forward hooks, but for those of libraries, which know what they do."""
+    if not have_forward_hooks(parts):
+        return
+    for hook in (hook for part in parts for place in forward_hooks_of(part)[:2] for hook in place.values()):
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        holder = getattr(function, "__self__", function)
+        is_state = not isinstance(holder, nn.Module | types.FunctionType) and is_plain_object(holder)
+        if is_state and isinstance(holder, Hashable):
+            yield holder
 
 
-def _put_back(value: Any) -> Recall:
-    """Return a function that puts `value` itself back into its place."""
-    if value is _MISSING:
-        return _remove
-    return _recall(value) if isinstance(value, torch.Generator) else lambda held, name: held.__setitem__(name, value)
-
-
-def _remove(held: dict[str, Any], name: str) -> None:
-    held.pop(name, None)
-
-
-def _leave(_held: dict[str, Any], _name: str) -> None:
-    """Leave a place as it is."""
-
-
-def _copied(value: Any) -> Any:
-    """Return a tensor's copy, a copy of a list, a dictionary or a set with copies of its tensors, or the number."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: item.detach().clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
-    if isinstance(value, list):
-        return [item.detach().clone() if isinstance(item, torch.Tensor) else item for item in value]
-    return set(value) if isinstance(value, set) else value
-
-
-def _is_small_state(tensor: torch.Tensor) -> bool:
-    return not tensor.requires_grad and tensor.layout is torch.strided and tensor.nbytes <= SMALL_BYTES
+NO_ATTRIBUTES = NotedAttributes([], 0, _Layout.of([], skip_forward=False), [])

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from lowtide._torch import NormBase, buffers_of, version_if_any
-from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,15 +33,18 @@ PACKED_BYTES = 1024**2
 
 
 class Snapshot:
-    """The buffers of a module's parts that a forward may change; large masks and packed weights are left out."""
+    """The buffers of a module's parts. Of large masks and packed weights, no contents are kept.
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
+    With `copies_large=False`, the contents of small ones alone are.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], *, copies_large: bool = True) -> None:
         self._slots = [
-            _Slot.of(part, name, attributes)
+            _Slot.of(part, name, attributes, copies_large=copies_large)
             for part in dict.fromkeys(parts)
             if buffers_of(part) and (attributes := _attributes(part))
             for name, buffer in buffers_of(part).items()
-            if buffer is not None and may_change(buffer)
+            if buffer is not None
         ]
         self._written: set[_Slot] = set()
 
@@ -54,21 +56,26 @@ class Snapshot:
     def noted(self, is_written_unseen: Callable[[nn.Module, str, Tensor], bool]) -> Self:
         """Return a snapshot to run a forward again from, made when it has run for the first time.
 
-        Buffers that it changed are noted with what they held before, as are those that it may write to unseen. Small
-        ones are noted in case somebody changes them before backward; of larger ones only the tensor and its version.
+        Buffers that it changed are noted with what they held before, as are those that it may write to unseen, and
+        small ones, which somebody may change before backward; of larger ones only the tensor and its version
+        (`watched`). A mask or packed weights that the forward itself has changed are left to it.
         """
         changed = self.changed()
-        slots, written = list(changed._slots), set(changed._written)
-        for slot in set(self._slots) - set(slots):
-            is_unseen = slot.can_be_written and is_written_unseen(slot.module, slot.name, slot.buffer)  # type: ignore[arg-type]
+        slots, written = [slot for slot in changed._slots if slot.value is not None], set(changed._written)
+        for slot in set(self._slots) - set(changed._slots):
+            is_unseen = slot.can_be_written and (
+                slot.is_small or is_written_unseen(slot.module, slot.name, slot.buffer)  # type: ignore[arg-type]
+            )
             value = slot.value if is_unseen or slot.is_small else None
             slots.append(dataclasses.replace(slot, value=value, attributes=None))
             written |= {slots[-1]} if is_unseen else set()
         return self._with(slots, written)
 
-    def noted_small(self) -> Self:
-        """Return a snapshot to run a forward again from that may write to small buffers unseen."""
-        return self.noted(lambda _module, _name, buffer: buffer.nbytes <= SMALL_BYTES)
+    def watched(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers whose contents were not noted, by name: whoever runs the forward again must watch them."""
+        for slot in self._slots:
+            if slot.value is None and slot.buffer is not None:
+                yield slot.name, slot.buffer
 
     def unseen_changes(self) -> Iterator[tuple[nn.Module, str]]:
         """Yield the buffers that were written to since, though neither their versions nor their modules tell."""
@@ -79,34 +86,28 @@ class Snapshot:
                 yield slot.module, slot.name
 
     @contextlib.contextmanager
-    def restored(self, region: str) -> Iterator[None]:
-        """Let the module find its buffers inside as they were noted, and leave them as they are now."""
-        self._check_unchanged(region)
-        written = self._written | {slot for slot in self._slots if slot.is_written and slot.can_be_written}
-        now = [slot.again(content=slot in written) for slot in self._slots]
-        self._with(self._slots, written).restore()
+    def restored(self) -> Iterator[None]:
+        """Let the module find its buffers inside as they were noted, and leave them as they are now.
+
+        It finds copies: what is saved for backward inside must not change when the buffers are put back.
+        """
+        written = self._written | {slot for slot in self._slots if slot.is_written}
+        now = [slot.again() for slot in self._slots]
+        copies: dict[int, Tensor] = {}
+        for slot in self._slots:
+            slot.restore(slot.copied(copies) if slot in written else slot.buffer)
         try:
             yield
         finally:
-            for before, after in zip(self._slots, now, strict=True):
-                if after.value is not None:
-                    before.buffer.data.copy_(after.value)  # type: ignore[union-attr]
-                after.restore(content=False)
+            for after in now:
+                after.restore(after.buffer)
 
     def restore(self) -> None:
         """Put the buffers back. Contents are copied only for those that are written to: replaced ones keep theirs."""
         for slot in self._slots:
-            slot.restore(content=slot in self._written)
-
-    def _check_unchanged(self, region: str) -> None:
-        """Raise if a buffer was changed since that cannot be put back: its content was not noted."""
-        for slot in self._slots:
-            if slot.value is None and slot.buffer is not None and version_if_any(slot.buffer) != slot.version:
-                raise InPlaceError(
-                    f"{region}: the buffer {slot.name!r} of shape {tuple(slot.buffer.shape)} was modified by an "
-                    "inplace operation between forward and backward, and a recompute would read what it holds now. "
-                    "Change it after backward, or put another tensor in its place (under DDP: broadcast_buffers=False)"
-                )
+            slot.restore(slot.buffer)
+            if slot in self._written and slot.can_be_written and slot.value is not None:
+                slot.buffer.data.copy_(slot.value)  # type: ignore[union-attr]
 
     def _with(self, slots: list[_Slot], written: set[_Slot]) -> Self:
         other = object.__new__(type(self))
@@ -129,9 +130,11 @@ class _Slot:
     """Whether a norm updates it in a fused operator, which does not count as a change of the tensor."""
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, attributes: dict[str, Any] | None) -> Self:
+    def of(cls, module: nn.Module, name: str, attributes: dict[str, Any] | None, *, copies_large: bool) -> Self:
         buffer = buffers_of(module).get(name)
-        value, version = (None, 0) if buffer is None else (buffer.detach().clone(), version_if_any(buffer))
+        is_copied = buffer is not None and (may_change(buffer) if copies_large else buffer.nbytes <= SMALL_BYTES)
+        value = buffer.detach().clone() if buffer is not None and is_copied else None
+        version = 0 if buffer is None else version_if_any(buffer)
         return cls(module, name, buffer, value, version, attributes, _has_statistics(module))
 
     @property
@@ -141,14 +144,23 @@ class _Slot:
     @property
     def can_be_written(self) -> bool:
         """Whether each of its elements has a place of its own, unlike those of an expanded tensor."""
-        return self.buffer is not None and (0 not in self.buffer.stride() or self.buffer.numel() <= 1)
+        if self.buffer is None or self.buffer.is_inference():
+            return False
+        return 0 not in self.buffer.stride() or self.buffer.numel() <= 1
 
-    def again(self, *, content: bool) -> Self:
-        """Return what the module holds now in this place, and what the noted buffer contains now."""
+    def again(self) -> Self:
+        """Return what the module holds now in this place."""
         attributes = None if self.attributes is None else _attributes(self.module)
-        value = self.buffer.detach().clone() if content and self.buffer is not None else None
         held = buffers_of(self.module).get(self.name)
-        return dataclasses.replace(self, buffer=held, value=value, attributes=attributes)
+        return dataclasses.replace(self, buffer=held, value=None, attributes=attributes)
+
+    def copied(self, copies: dict[int, Tensor]) -> Tensor | None:
+        """Return a copy of the noted contents, the same one for a buffer that is held twice."""
+        if self.buffer is None or self.value is None:
+            return self.buffer
+        if id(self.buffer) not in copies:
+            copies[id(self.buffer)] = self.value.clone().requires_grad_(self.buffer.requires_grad)
+        return copies[id(self.buffer)]
 
     @property
     def is_replaced(self) -> bool:
@@ -158,13 +170,12 @@ class _Slot:
     def is_written(self) -> bool:
         return self.buffer is not None and (self.is_statistic or version_if_any(self.buffer) != self.version)
 
-    def restore(self, *, content: bool) -> None:
-        if self.is_replaced:
-            buffers_of(self.module)[self.name] = self.buffer
-            if self.attributes is not None:
-                _restore_attributes(vars(self.module), self.attributes)
-        if content and self.buffer is not None and self.value is not None:
-            self.buffer.data.copy_(self.value)
+    def restore(self, buffer: Tensor | None) -> None:
+        """Put a tensor into this place, and the attributes back if there was another one."""
+        if self.is_replaced and self.attributes is not None:
+            _restore_attributes(vars(self.module), self.attributes)
+        if buffers_of(self.module).get(self.name) is not buffer:
+            buffers_of(self.module)[self.name] = buffer
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -8,11 +8,13 @@ and a tree that remembers where they belong.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lowtide._torch import is_view, pytree, storage_key, transforms_around
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 COPIED_BYTES = 4096
-"""Tensors in host memory up to this size are copied rather than watched: see `TensorTree.take_copies`."""
+"""Arrays and tensors in host memory up to this size are copied rather than watched: see `TensorTree.take_copies`."""
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Kinds of arguments that hold no tensor."""
@@ -63,9 +65,12 @@ class TensorTree:
                 self._copies[index] = tensors[index].clone()
         return [tensor for index, tensor in enumerate(tensors) if index not in self._copies]
 
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the value with these tensors. Containers that held tensors are new; all else is the same object."""
-        return _fill(self._tree, self._with_copies(tensors) if self._copies else tensors)
+    def unflatten(self, tensors: Sequence[torch.Tensor], *, again: bool = False) -> Any:
+        """Return the value with these tensors. Containers that held tensors are new; all else is the same object.
+
+        With `again`, the lists and dictionaries that held none are new, too, and hold what they held at first.
+        """
+        return _fill(self._tree, self._with_copies(tensors) if self._copies else tensors, again=again)
 
     def _with_copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return all tensors in order: each copy is copied again, for whoever gets it may change it."""
@@ -93,7 +98,7 @@ class _OneTensor(TensorTree):
 
     __slots__ = ()
 
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def unflatten(self, tensors: Sequence[torch.Tensor], *, again: bool = False) -> Any:  # noqa: ARG002
         """Return the arguments and keywords with this tensor."""
         return tuple(self._with_copies(tensors) if self._copies else tensors), {}
 
@@ -115,6 +120,38 @@ class _Container:
         self.items = items
 
 
+class _Plain(_Container):
+    """A container that held no tensor, and may be changed: itself as well."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, build: Any, items: list[Any], whole: Any) -> None:
+        super().__init__(build, items)
+        self.whole = whole
+
+
+class _Array(NamedTuple):
+    """The copy of an array."""
+
+    copy: np.ndarray
+
+
+def _only_copy(items: list[Any]) -> np.ndarray:
+    array: np.ndarray = items[0].copy.copy()
+    return array
+
+
+_MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
+
+
+def _taken_apart(container: Any, build: Any, items: list[Any]) -> Any:
+    """Return a container as a part of a tree; the container itself, if it holds no tensor and cannot be changed."""
+    kinds = {type(item) for item in items}
+    if not kinds.isdisjoint((_Slot, _Container)):
+        return _Container(build, items)
+    return _Plain(build, items, container) if type(container) in _MUTABLE or _Plain in kinds else container
+
+
 def _take(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, bool]:
     """Take `value` apart, and return its tree and whether all of its kinds are known. Tensors go to `tensors`."""
     slots: dict[int, _Slot] = {}
@@ -131,6 +168,8 @@ def _take(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, bool]:
                     slots[id(item)] = _Slot(len(tensors))
                     tensors.append(item)
                 taken.append(slots[id(item)])
+            elif type(item) is np.ndarray and item.nbytes <= COPIED_BYTES:
+                taken.append(_Plain(_only_copy, [_Array(item.copy())], item))
             elif type(item) in _PLAIN or id(item) in ids:  # an object may hold itself
                 taken.append(item)
             elif (parts := _parts(item)) is None:
@@ -145,11 +184,10 @@ def _take(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, bool]:
             if not around:
                 return whole[0], is_plain
             ids.discard(id(container))
-            has_tensors = any(type(item) in (_Slot, _Container) for item in taken)
-            around[-1][3].append(_Container(build, taken) if has_tensors else container)
+            around[-1][3].append(_taken_apart(container, build, taken))
 
 
-def _fill(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _fill(tree: Any, tensors: Sequence[torch.Tensor], *, again: bool) -> Any:
     whole: list[Any] = []
     around: list[tuple[Any, Iterator[Any], list[Any]]] = [(None, iter((tree,)), whole)]
     while True:
@@ -157,7 +195,9 @@ def _fill(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         for item in items:
             if type(item) is _Slot:
                 filled.append(tensors[item])
-            elif type(item) is _Container:
+            elif type(item) is _Plain and not again:
+                filled.append(item.whole)
+            elif isinstance(item, _Container):
                 around.append((item.build, iter(item.items), []))
                 break
             else:

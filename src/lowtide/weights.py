@@ -42,21 +42,26 @@ from lowtide._torch import (
 from lowtide.errors import InPlaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, MutableMapping
 
     RefuseSaved = Callable[[torch.Tensor], None]
 
 
 class Weight(NamedTuple):
-    """A weight as it was in forward, and the dictionary in which a module holds it."""
+    """A weight as it was in forward, and the dictionary in which a module holds it.
 
-    held_by: dict[str, Any]
+    So are tensors that a module computes with and that are no weights: a large buffer, a mask in an attribute.
+    """
+
+    held_by: MutableMapping[Any, Any]
     name: str
     tensor: torch.Tensor
     version: int
     storage: int | None
     """What identifies its memory; None for kinds of tensors whose memory may come and go."""
     requires_grad: bool
+    kind: str = "weight"
+    """What an error calls it."""
 
 
 def weights_of(module: nn.Module, *, called: bool) -> list[Weight]:
@@ -81,8 +86,18 @@ def weights_in(parts: list[nn.Module], *, skip_first: bool) -> list[Weight]:
             except RuntimeError:  # an inference tensor has none
                 version = 0
             storage = storage_key(weight.untyped_storage()) if type(weight) is nn.Parameter else _storage(weight)
-            found.append(_weight(Weight, (held_by, name, weight, version, storage, weight.requires_grad)))
+            found.append(_weight(Weight, (held_by, name, weight, version, storage, weight.requires_grad, "weight")))
     return found
+
+
+def watched(name: str, tensor: torch.Tensor, kind: str) -> Weight:
+    """Return a tensor that is no weight in the form of one: whoever put it back watches its contents with that.
+
+    It is held without its graph.
+    """
+    kept = tensor if tensor.grad_fn is None else tensor.detach()
+    version, storage = version_if_any(tensor), _storage(tensor)
+    return Weight({name: kept}, name, kept, version, storage, kept.requires_grad, kind)
 
 
 _weight = tuple.__new__
@@ -91,7 +106,7 @@ _weight = tuple.__new__
 
 def without_moved(weights: list[Weight]) -> list[Weight]:
     """Return the weights after their forward. One whose data moved meanwhile may move again: its hooks know why."""
-    for _, _, tensor, _, storage, _ in weights:
+    for _, _, tensor, _, storage, _, _ in weights:
         if storage is not None and storage_key(tensor.untyped_storage()) != storage:
             return [
                 w if w.storage is None or _storage(w.tensor) == w.storage else w._replace(storage=None) for w in weights
@@ -131,8 +146,17 @@ def _changed(weights: list[Weight]) -> list[Weight]:
 _CANNOT_TELL = " (whether it is used cannot be seen, because this program compiles code)"
 
 
+_BROADCASTS = {"buffer": " (under DDP: broadcast_buffers=False)"}
+
+
 def _refusal(weight: Weight, name: str, remark: str = "") -> InPlaceError:
     version, what = version_if_any(weight.tensor), f"{weight.name!r} of shape {tuple(weight.tensor.shape)}"
+    if weight.kind != "weight":
+        return InPlaceError(
+            f"{name}: the {weight.kind} {what} was modified by an inplace operation between forward and backward, and "
+            f"running the forward again would read what it holds now{remark}. Change it after backward, or put another "
+            f"tensor in its place{_BROADCASTS.get(weight.kind, '')}"
+        )
     if version != weight.version:
         return InPlaceError(
             f"{name}: the weight {what} was modified by an inplace operation between forward and backward, or by the "
@@ -181,7 +205,7 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def are_as_noted(weights: list[Weight]) -> bool:
     """Return whether the module holds the weights that were noted, and nothing about them has changed."""
-    for held_by, name, tensor, version, storage, requires_grad in weights:
+    for held_by, name, tensor, version, storage, requires_grad, _ in weights:
         if held_by.get(name) is not tensor or tensor.requires_grad is not requires_grad:
             return False
         if storage is not None and storage_key(tensor.untyped_storage()) != storage:

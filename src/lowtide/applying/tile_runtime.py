@@ -91,7 +91,7 @@ class TileRuntime:
             error = failure
         noted = before.noted(lambda *_: True)
         try:
-            with noted.restored(self._ledger.name):  # the trial begins where the call began
+            with noted.restored():  # the trial begins where the call began
                 self._judge(trial, spread, watch.changing, call, case)
         except (NotTokenWiseError, InvalidValueError) as refusal:
             noted.restore()

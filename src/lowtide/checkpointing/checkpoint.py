@@ -359,7 +359,7 @@ class _Replay:
         if self._transforms:
             refuse_to_run_again(self.region, self._transforms)
         refuse_other_attention(self.region, self._attention)
-        args, kwargs = self._tree.unflatten(tensors)
+        args, kwargs = self._tree.unflatten(tensors, again=True)
         self._ledger.recomputes += 1
         try:
             if self._kernels == attention_choice():

@@ -112,6 +112,7 @@ class _WatchedHook:
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
+        self.watched_function = hook.function
         self.has_changed = False
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from lowtide._torch import fsdp_param_groups, uncompiled
+from lowtide.closures import KNOWN_INPUTS, Reached, reached_by
 from lowtide.tiling.collectives import largest_in
 from lowtide.weights import Weight, is_partitioned, is_zero3_sharded, weights_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 _SETTING = "_lowtide_reshards_after_backward"
@@ -71,6 +72,15 @@ class TiledFunction:
     def has_fsdp_modules(self) -> bool:
         """Return whether the module or a part of it is an FSDP2 module."""
         return self.module is not None and bool(TiledFunction(self.module).fsdp_modules())
+
+    def reached(self, args: Iterable[Any]) -> Reached:
+        """Return the modules and the places that a call uses: its module, or what its closure refers to."""
+        others = [value for value in args if type(value) not in KNOWN_INPUTS]
+        if self.module is not None and not others:
+            return Reached([self.module], [])
+        found = reached_by(uncompiled(self.function) if self.module is None else None, others)
+        own = [] if self.module is None else [self.module]
+        return Reached([*dict.fromkeys((*own, *found.modules))], found.places)
 
     def weights(self) -> list[Weight]:
         """Return the weights that are always there: not those that FSDP or ZeRO-3 gather."""

@@ -33,7 +33,6 @@ from lowtide._torch import (
     version_of,
     without_parametrize_cache,
 )
-from lowtide.buffers import Snapshot
 from lowtide.errors import InPlaceError, LowtideError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
@@ -68,6 +67,7 @@ def run_tiles(
     Weight gradients are summed by `weight_grads`, if several passes share it, or as `accumulate` says.
     """
     tensors, tree = flatten((args, kwargs))
+    reached = tiled.reached((*args, *kwargs.values()))
     del args, kwargs
     fsdp_modules = tiled.fsdp_modules()
     outputs = Outputs(grid, ledger.name)
@@ -80,7 +80,9 @@ def run_tiles(
             return outputs.assemble()
         tiles, inputs = _save_inputs(tensors, grid, fsdp_modules)
         _count(ledger, grid)  # a checkpoint around it may have ended its recompute with the line above
-        call = _Call(tiled, tree, inputs, AutocastState(tensors[0].device), ledger)
+        call = _Call(
+            tiled, tree, inputs, AutocastState(tensors[0].device), ledger, CallState(tiled, reached, ledger.name)
+        )
         _run(call, tiles, weight_grads or WeightGradAccumulator(tiled, accumulate), outputs)
         return outputs.assemble()
 
@@ -96,7 +98,6 @@ def _run(
     before = RandomState(*tiles[0])
     for index, tensors in enumerate(tiles):
         tile = _Tile(call, index)
-        buffers = None if call.tiled.is_tried or call.tiled.module is None else Snapshot(call.tiled.module.modules())
         args, kwargs = call.tree.unflatten(tensors)
         with (
             call.inputs.at_hand(tensors),
@@ -106,7 +107,7 @@ def _run(
             torch.autograd.graph.saved_tensors_hooks(tile.pack, _unpack),
         ):
             outputs.add(index, call.tiled.run_tile(index, args, kwargs))
-        tile.buffers = None if buffers is None else buffers.noted_small()
+        tile.noted.settle()
         after = RandomState(*tensors)
         if after != before:
             tile.random, before = before, after
@@ -274,7 +275,13 @@ class _Call:
     """One call of a tiled function."""
 
     def __init__(
-        self, tiled: TiledFunction, tree: TensorTree, inputs: _SavedInputs, autocast: AutocastState, ledger: TileLedger
+        self,
+        tiled: TiledFunction,
+        tree: TensorTree,
+        inputs: _SavedInputs,
+        autocast: AutocastState,
+        ledger: TileLedger,
+        state: CallState,
     ) -> None:
         self.tiled = tiled
         self.tree = tree
@@ -282,7 +289,7 @@ class _Call:
         self.autocast = autocast
         self.kernels = attention_choice()
         self.ledger = ledger
-        self.state = CallState(tiled, ledger.name)
+        self.state = state
         self._current: weakref.ref[_Tile] | None = None
 
     def enter(self, tile: _Tile) -> None:
@@ -309,12 +316,10 @@ class _Tile:
 
     def __init__(self, call: _Call, index: int) -> None:
         self.random: RandomState | None = None
-        self.buffers: Snapshot | None = None
-        """What the buffers held before it, if it may read what another tile writes."""
         self.refuse_saved: RefuseSaved | None = None
         """Refuses what it saves as it runs again, if that is a weight that was changed."""
         self._call = call
-        self._noted = call.state.note()
+        self.noted = call.state.note()
         self._index = index
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._recomputed: list[tuple[torch.Tensor, int] | None] = []
@@ -348,13 +353,12 @@ class _Tile:
         call = self._call
         refuse_compiled_backward(call.ledger.name)
         call.enter(self)
-        args, kwargs = call.tree.unflatten(call.inputs.tile(self._index, call.ledger.name))
+        args, kwargs = call.tree.unflatten(call.inputs.tile(self._index, call.ledger.name), again=True)
         call.ledger.recomputed_tiles += 1
         self._recomputed = []
         with (
             self._until_stopped(),
-            call.state.restored(self._noted) as self.refuse_saved,
-            self.buffers.restored(call.ledger.name) if self.buffers is not None else contextlib.nullcontext(),
+            self.noted.restored() as self.refuse_saved,
             self.random.restored() if self.random is not None else contextlib.nullcontext(),
             call.autocast.restored(),
             attention_chosen(call.kernels),
