@@ -18,7 +18,7 @@
 #   make mutants SEED=1 COUNT=10   breaks the engine on purpose, ten times; writes docs/mutants.json (ARGS="--room stores")
 #   make zoo     audits every architecture of transformers, theirs and ours, and writes docs/zoo (about an hour)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about half an hour)
-#   make plans-measured   plans beside memory that others measured on GPUs (ten minutes; ARGS="4 11" for some of them)
+#   make plans-measured   plans beside memory that others measured on GPUs (ten minutes; ARGS="4 11 --store")
 #   make hardware    the page of devices, from docs/hardware
 #   make docs    the documentation site, in site/
 #   make dist    wheel and source distribution, in dist/

@@ -341,7 +341,7 @@ class LitBlock(nn.Module):
 
 
 class Lit(nn.Module):
-    """litgpt's decoder, with the loss on whole 16-bit logits or, for adapters, on chunks of 128 tokens."""
+    """litgpt's decoder, with the loss on whole 16-bit logits or, for adapters, on float32 chunks of 128 tokens."""
 
     def __init__(self, *, dim: int, layers: int, vocab: int, chunk: int, head_bias: bool, **block: Any) -> None:
         super().__init__()
@@ -363,10 +363,13 @@ class Lit(nn.Module):
         if not self.chunk:
             logits = self.lm_head(x)
             return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)), logits
-        chunks = [self.lm_head(part) for part in x.split(self.chunk, dim=1)]
+        narrow = [self.lm_head(part) for part in x.split(self.chunk, dim=1)]
+        chunks = [part.float() for part in narrow]  # Fabric returns float32: `HalfPrecision.convert_output`
+        del narrow, x
+        chunks[-1] = chunks[-1][:, :-1]
         losses = [
             F.cross_entropy(logits.reshape(-1, logits.shape[-1]), part.reshape(-1), reduction="none")
-            for logits, part in zip(chunks, labels.split(self.chunk, dim=1), strict=True)
+            for logits, part in zip(chunks, labels[:, 1:].split(self.chunk, dim=1), strict=True)
         ]
         return torch.cat(losses).mean(), chunks
 

@@ -31,6 +31,7 @@ class Run:
     """One published figure, and the plan of the same step; without a `model`, why there is none."""
 
     number: int
+    """Its number in the list of published figures; one run may have two, allocated and reserved."""
     what: str
     source: str
     gib: float
@@ -49,6 +50,10 @@ class Run:
     """What is known to be different."""
 
     @property
+    def name(self) -> str:
+        return f"{self.number} {self.measured}"
+
+    @property
     def group(self) -> str:
         return f"{self.kind}, {self.measured}{', compiled' if self.compiled else ''}"
 
@@ -65,11 +70,13 @@ def _rate(tokens_per_second: float, tokens: int) -> float:
 # --- torchtitan -----------------------------------------------------------------------------------------------------
 
 _FSDP2 = {"engine": "fsdp2", "ranks": 8, "masters": True, "optimizer": "adamw_foreach", "device": "H100"}
+_HBM2E = "H100-96GB"
+"""torchtitan's machines: its logs show shares of 95.0 GiB, and its benchmark page describes that card."""
 _LLAMA_2 = {"ffn": 11008, "kv": 32, "vocab": 32000, "batch": 8, "seq": 2048}
 _QWEN3_32B = {"dim": 5120, "layers": 64, "heads": 64, "ffn": 25600, "vocab": 151936, "batch": 2, "seq": 4096}
 
 
-_WITHOUT_EXPANDABLE_SEGMENTS = (10, 11, 12)
+_WITHOUT_EXPANDABLE_SEGMENTS = (10, 11)
 """Runs before torchtitan's commit a5e57e4a9, which let its launcher set them."""
 
 
@@ -77,7 +84,8 @@ def _titan(number: int, where: str, gib: float, measured: str, **more: Any) -> R
     """Describe a run of torchtitan's Llama 3 8B with selective checkpointing, unless `arguments` say otherwise."""
     arguments = {"selective": True, **more.pop("arguments", {})}
     expandable = number not in _WITHOUT_EXPANDABLE_SEGMENTS
-    settings = {**_FSDP2, "expandable_segments": expandable, **more.pop("settings", {})}
+    device = "H100" if where.startswith(AO) else _HBM2E
+    settings = {**_FSDP2, "device": device, "expandable_segments": expandable, **more.pop("settings", {})}
     what = more.pop("what", "Llama 3 8B, 8192 tokens, selective")
     return Run(
         number=number,
@@ -98,10 +106,10 @@ _WITH_ENDS = {**_FUSED_ADAM, "units": "ends"}
 
 TORCHTITAN = [
     _titan(4, "6a6f755d2", 41.171, "allocated", seconds=1.55993),
-    _titan(5, "6a6f755d2", 49.586, "reserved"),
-    _titan(6, "5940ddeb5", 49.59, "reserved", seconds=_rate(5605, 8192)),
+    _titan(4, "6a6f755d2", 49.586, "reserved"),
+    _titan(5, "5940ddeb5", 49.59, "reserved", seconds=_rate(5605, 8192)),
     _titan(
-        7,
+        6,
         "5940ddeb5",
         49.41,
         "reserved",
@@ -129,7 +137,7 @@ TORCHTITAN = [
         seconds=_rate(6200, 16384),
     ),
     _titan(
-        12,
+        11,
         "83c879f18",
         31.02,
         "reserved",
@@ -156,6 +164,7 @@ TORCHTITAN = [
         what="Llama 3 8B, 8192 tokens, selective, 64 GPUs",
         settings={**_WITH_ENDS, "ranks": 64},
         arguments={"fused_norm": True},
+        seconds=_rate(5097, 8192),
         note="not explained: shares of 64 ranks make 13.1 of the 16.4 GiB between this run and that on 8",
     ),
     _titan(
@@ -218,8 +227,8 @@ def _lit(number: int, what: str, where: str, gb: float, arguments: dict[str, Any
 
 _TABLES = f"{LITGPT}/blob/0cc02afa/tutorials/resource-tables.md"
 _HUB = f"{LITGPT}/blob/main/config_hub/finetune/README.md"
-_ON_A100 = {"device": "A100-40GB"}
-_ON_A10G = {"device": "A10G"}
+_ON_A100 = {"device": "A100-40GB", "keep_gradients": True}
+_ON_A10G = {"device": "A10G", "keep_gradients": True}
 _EIGHT = {"engine": "fsdp2", "ranks": 8}
 
 _NO_RESHARD = {**_EIGHT, "reshard": False}

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import dropout as imported_dropout
 
 from lowtide.errors import InvalidValueError
 from lowtide.hardware.accelerators import find_accelerator
-from lowtide.recording import Event, read_peak
+from lowtide.recording import Event, Owner, read_peak
 from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import make_job
 from lowtide.targets.target import find_target
 
-H100 = find_accelerator("H100")
 WIDTH, LAYERS, ROWS, RANKS = 1024, 4, 8, 4
 BLOCK = WIDTH * WIDTH
 """The weights of a block."""
@@ -25,8 +25,9 @@ ENDS = 2 * WIDTH * 64
 class Blocks(nn.Module):
     """A stack of square products between a narrow start and a narrow end, whose activations are negligible."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, drop: Any = None) -> None:
         super().__init__()
+        self.drop = drop
         self.start = nn.Linear(64, WIDTH, bias=False)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout(dropout)) for _ in range(LAYERS)
@@ -36,19 +37,25 @@ class Blocks(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.start(x)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if self.drop is None else self.drop(layer(x))
         return self.end(x).float().sum(), x
 
 
 def recorded(policy: str = "none", *, model: nn.Module | None = None, rows: int = ROWS, **settings: Any) -> Any:
+    card = find_accelerator(settings.pop("card", "H100"))
     given = {"tokens": None, "images": None, "engine": None, "ranks": None, **settings}
     model = (Blocks() if model is None else model).to(torch.bfloat16)
     target = find_target(model, (torch.zeros(rows, 64, dtype=torch.bfloat16),))
-    return Simulator(target, make_job(**given), H100)._record(policy, None)
+    return Simulator(target, make_job(**given), card)._record(policy, None)
 
 
 def at_start(recording: Any) -> int:
-    return sum(event.change for event in recording.events[: recording.start] if event.place == "device")
+    """The bytes before the step begins, without cuBLAS' workspaces."""
+    return sum(
+        event.change
+        for event in recording.events[: recording.start]
+        if event.place == "device" and event.owner.kind != "workspace"
+    )
 
 
 def on_stream(recording: Any, stream: str) -> list[Event]:
@@ -117,11 +124,60 @@ def test_gradients_that_stay_are_there_when_the_step_begins(engine: dict[str, An
     assert at_start(kept) - at_start(alone) == pytest.approx(gradients, rel=0.01)
 
 
-def test_dropout_keeps_a_byte_of_mask():
+def _imported(x: torch.Tensor) -> torch.Tensor:
+    return imported_dropout(x, 0.1)
+
+
+def _of_torch(x: torch.Tensor) -> torch.Tensor:
+    return torch.dropout(x, 0.1, True)
+
+
+class Scores(nn.Module):
+    """Attention in its mathematical form, whose scores are dropped out."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x[:, :64].reshape(1, 1, -1, 64)
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(heads, heads, heads, None, self.share)
+        return x + out.sum()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: Blocks(0.1), id="module"),
+        pytest.param(lambda: Blocks(drop=_imported), id="imported"),
+        pytest.param(lambda: Blocks(drop=_of_torch), id="torch"),
+    ],
+)
+def test_dropout_keeps_a_byte_of_mask(model: Any):
     rows = 4096
-    plain, dropped = (recorded(model=Blocks(share), rows=rows, optimizer="sgd") for share in (0.0, 0.1))
+    plain, dropped = (recorded(model=blocks, rows=rows, optimizer="sgd") for blocks in (Blocks(), model()))
     more = read_peak(dropped).nbytes - read_peak(plain).nbytes
     assert more == pytest.approx(rows * WIDTH * LAYERS, rel=0.3)
+
+
+def test_dropout_inside_attention_keeps_a_byte_of_mask():
+    size = 1536
+    recording = recorded(model=Blocks(drop=Scores(0.1)), rows=size, optimizer="sgd")
+    masks = [event for event in recording.events if event.change == size * size and event.owner.kind == "activations"]
+    assert len(masks) == LAYERS
+
+
+@pytest.mark.parametrize(("card", "mib"), [("A100-80GB", 8.125), ("H100", 32), ("B200", 32), ("MI300X", 128)])
+def test_each_thread_s_products_have_a_workspace(card: str, mib: float):
+    recording = recorded(card=card)
+    workspaces = [event.change for event in recording.events[: recording.start] if event.owner.kind == "workspace"]
+    assert workspaces == [mib * 2**20] * 2
+    assert read_peak(recording).owners[Owner("workspace", "")] == sum(workspaces), "they are there all the time"
+
+
+def test_a_cpu_s_kernels_have_no_workspace():
+    recording = recorded(attention="cpu")
+    assert not [event for event in recording.events if event.owner.kind == "workspace"]
 
 
 def test_an_output_that_is_kept_lives_through_backward():
