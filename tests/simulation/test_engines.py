@@ -102,6 +102,7 @@ def test_zero3_keeps_a_partition_of_gradients_a_bucket_and_masters():
 
 def test_weights_that_autograd_saved_stay_gathered_in_zero3(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lowtide.simulation.zero3._REUSE_DISTANCE", 1)
+    monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", 1)
     none, recompute = (
         recorded(policy, engine="zero3", ranks=RANKS, reduce_bucket=1000) for policy in ("none", "recompute")
     )
@@ -111,6 +112,55 @@ def test_weights_that_autograd_saved_stay_gathered_in_zero3(monkeypatch: pytest.
     ]
     assert communication[0] >= 2 * BLOCK * LAYERS
     assert communication[1] < 2 * BLOCK * LAYERS
+
+
+def _gathers(recording: Any, region: str) -> list[Event]:
+    return [event for event in on_stream(recording, "all_gather") if event.owner.region == region]
+
+
+def test_zero3_gathers_ahead_out_of_one_buffer(monkeypatch: pytest.MonkeyPatch):
+    sizes = {}
+    for elements in (1, 2 * BLOCK):
+        monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", elements)
+        step = recorded(engine="zero3", ranks=RANKS, reduce_bucket=1000)
+        sizes[elements] = [event.change for event in on_stream(step, "all_gather")]
+    assert sizes[1].count(2 * BLOCK) == LAYERS, "each weight alone needs no other buffer"
+    assert sizes[2 * BLOCK].count(2 * BLOCK) == LAYERS
+    assert 2 * 2 * BLOCK in sizes[2 * BLOCK], "the buffer that two of them came in"
+
+
+def test_zero3_stops_gathering_ahead_when_enough_is_live(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowtide.simulation.zero3._LIVE", 1)
+    step = recorded(engine="zero3", ranks=RANKS, reduce_bucket=1000)
+    begun = [event for event in on_stream(step, "all_gather") if event.owner.region == event.moment.region]
+    blocks = [event for event in on_stream(step, "all_gather") if event.owner.region.startswith("layers")]
+    assert [event for event in begun if event in blocks] == []
+    assert len(blocks) == LAYERS
+
+
+def test_zero3_joins_the_gradients_of_a_bucket():
+    for bucket, joined in ((3 * BLOCK, 2), (1000, 0)):
+        step = recorded(engine="zero3", ranks=RANKS, reduce_bucket=bucket)
+        copies = [event.change for event in step.events[step.start :] if event.owner.kind == "communication"]
+        assert copies.count(2 * (2 * BLOCK + ENDS // 2)) == joined, "two blocks and an end fit into three blocks"
+
+
+@pytest.mark.parametrize(("policy", "times"), [("none", 1), ("recompute", 2)])
+def test_a_recomputed_region_counts_three_times_in_zero3_s_reuse(
+    monkeypatch: pytest.MonkeyPatch, policy: str, times: int
+):
+    monkeypatch.setattr("lowtide.simulation.zero3._REUSE_DISTANCE", 5 * BLOCK // 2)
+    monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", 1)
+    step = recorded(policy, engine="zero3", ranks=RANKS, reduce_bucket=1000)
+    assert len(_gathers(step, f"layers.{LAYERS - 2}")) == times
+    assert len(_gathers(step, f"layers.{LAYERS - 1}")) == 1
+
+
+@pytest.mark.parametrize(("distance", "times"), [(1, 2), (100 * BLOCK, 1)])
+def test_zero3_gathers_embeddings_for_their_backward(monkeypatch: pytest.MonkeyPatch, distance: int, times: int):
+    monkeypatch.setattr("lowtide.simulation.zero3._REUSE_DISTANCE", distance)
+    monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", 1)
+    assert len(_gathers(recorded(engine="zero3", ranks=RANKS, reduce_bucket=1000), "")) == times
 
 
 def test_one_rank_of_zero3_gathers_nothing():

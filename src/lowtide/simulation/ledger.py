@@ -226,6 +226,7 @@ class Release:
     """Gives held bytes back, once."""
 
     def __init__(self, ledger: Ledger, size: int, number: int, owner: Owner) -> None:
+        self.nbytes = size
         self._ledger: Ledger | None = ledger
         self._event = (-size, number, "device", owner)
 
