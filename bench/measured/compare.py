@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import lowtide
 from bench.charts import LINE_COLOURS, render
-from bench.measured.runs import NOT_PLANNED, RUNS
+from bench.measured.runs import COMPILED_PAIRS, NOT_PLANNED, RUNS
 
 if TYPE_CHECKING:
     from bench.measured.runs import Run
@@ -46,8 +46,9 @@ has seen are the harder test.
 `allocated` is `torch.cuda.max_memory_allocated()` or the peak of active bytes. `reserved` is what the caching allocator
 holds, which includes its fragmentation; the plan's figure is its model of that allocator. torchtitan's, litgpt's and
 torchtune's models are small factories in `bench/measured/models.py`, written from what each framework's code computes;
-others are configurations of transformers. A run marked `compiled` is planned with norms, rotations and gated products
-that keep what a fused kernel keeps, which is an assumption about the compiler.
+others are configurations of transformers. A run marked `compiled` is planned if its blocks are recomputed, or if the
+whole model is one graph of litgpt's: then norms, rotations and gated products keep what a fused kernel keeps, which is
+an assumption about the compiler. Others are not planned. {compiled}
 
 ![Published against planned memory](img/plan-measured.svg)
 
@@ -160,6 +161,7 @@ def page(record: Record) -> str:
     timed = [(run, record[str(run.number)]["seconds"] / run.seconds) for run in RUNS if run.seconds]
     long = [ratio for run, ratio in timed if run.seconds and run.seconds >= 1 and not run.compiled]
     return INTRODUCTION.format(
+        compiled=compiled_range(),
         count=len(RUNS),
         groups="\n".join(_group_row(name, errors) for name, errors in groups.items()),
         rows="\n".join(row(run, record[str(run.number)]) for run in RUNS),
@@ -174,6 +176,16 @@ def page(record: Record) -> str:
         missing="\n".join(
             f"| {_linked(run)} | {run.gib:.2f} GiB {run.measured} | {run.why_not} |" for run in NOT_PLANNED
         ),
+    )
+
+
+def compiled_range() -> str:
+    """Say what compiled runs held of what the same runs held without, by the published figures alone."""
+    gib = {run.name: run.gib for run in (*RUNS, *NOT_PLANNED)}
+    shares = [gib[compiled] / gib[eager] for compiled, eager in COMPILED_PAIRS]
+    return (
+        f"In the {len(shares)} pairs of published runs that differ in `torch.compile` alone, the compiled one held "
+        f"{min(shares):.0%} to {max(shares):.0%} of the other's memory."
     )
 
 

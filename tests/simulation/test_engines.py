@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import autocast as imported_autocast
 from torch import nn
 from torch.nn.functional import dropout as imported_dropout
 
-from lowtide.errors import InvalidValueError
+from lowtide.errors import InvalidValueError, PlanError
 from lowtide.hardware.accelerators import find_accelerator
 from lowtide.recording import Event, Owner, read_peak
 from lowtide.simulation.simulator import Simulator
@@ -215,6 +216,28 @@ def test_dropout_inside_attention_keeps_a_byte_of_mask():
     recording = recorded(model=Blocks(drop=Scores(0.1)), rows=size, optimizer="sgd")
     masks = [event for event in recording.events if event.change == size * size and event.owner.kind == "activations"]
     assert len(masks) == LAYERS
+
+
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", torch.float16):
+        return x * 2
+
+
+def _halved_by_its_old_name(x: torch.Tensor) -> torch.Tensor:
+    with imported_autocast(x.device.type):
+        return x * 2
+
+
+def _switched_off(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False), imported_autocast("cuda", enabled=False):
+        return x * 2
+
+
+@pytest.mark.parametrize("forward", [_halved, _halved_by_its_old_name])
+def test_autocast_inside_the_model_is_refused_by_name(forward: Any):
+    with pytest.raises(PlanError, match=r"switches on torch\.autocast for '(cuda|meta)'"):
+        recorded(model=Blocks(drop=forward))
+    assert recorded(model=Blocks(drop=_switched_off)).operations
 
 
 @pytest.mark.parametrize(("card", "mib"), [("A100-80GB", 8.125), ("H100", 32), ("B200", 32), ("MI300X", 128)])

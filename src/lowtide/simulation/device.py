@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch import differentiable_kernel, import_dynamo, no_dispatch_modes
+from lowtide.errors import PlanError
 from lowtide.simulation.clock import Event, Stream
 from lowtide.tiling import attention_kernels
 
@@ -38,7 +39,7 @@ def simulated_device(clock: Clock, attention: Attention) -> Iterator[None]:
 
 def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "tensor", _tensor_through_the_dispatcher
-    yield torch, "autocast", _autocast
+    yield torch.autocast, "__init__", _autocast
     yield torch.nn.functional, "scaled_dot_product_attention", attention
     yield torch.backends.cuda, "can_use_flash_attention", attention.can_use_flash
     yield attention_kernels, "META_STANDS_FOR", attention.device_type
@@ -54,12 +55,21 @@ def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any
             yield module, "is_tracing", lambda *_: False
 
 
-_torch_tensor, _torch_autocast = torch.tensor, torch.autocast
+_torch_tensor, _torch_autocast = torch.tensor, torch.autocast.__init__
 
 
-def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """Do nothing for meta tensors, which have no autocast. Models switch it off around parts that need precision."""
-    return contextlib.nullcontext() if device_type == "meta" else _torch_autocast(device_type, *args, **kwargs)
+def _autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any) -> None:
+    """Make an autocast for the CPU's tensors, or one that is switched off: meta tensors have none.
+
+    Models switch it off around parts that need precision. One that switches it on is refused: its casts would be
+    missing from the plan.
+    """
+    if device_type != "cpu" and enabled:
+        raise PlanError(
+            f"the model's forward switches on torch.autocast for {device_type!r}, whose casts are not simulated: plan "
+            "it without that, with weights in 16 bits (dtype='bf16', and masters=True for float32 copies)"
+        )
+    _torch_autocast(self, "cpu", dtype if device_type == "cpu" else None, enabled, **kwargs)
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
