@@ -19,7 +19,7 @@
 #   make zoo     audits every class and variant of transformers, theirs and ours, and writes docs/zoo (hours; goes on where it
 #                was stopped)
 #   make plans   the tables of plans in the docs, and the drawings of a step (about half an hour)
-#   make plans-measured   plans beside memory that others measured on GPUs (ten minutes; ARGS="4 11" for some of them)
+#   make plans-measured   plans beside memory that others measured on GPUs (ten minutes; ARGS="4 11 --store")
 #   make hardware    the page of devices, from docs/hardware
 #   make docs    the documentation site, in site/
 #   make dist    wheel and source distribution, in dist/

@@ -42,7 +42,7 @@ INTRODUCTION = """\
 # Plans of known models
 
 Each row is one training step, simulated on a machine without a GPU. `bench/plan_tables.py` writes this page. Device
-figures are what one rank needs, including 0.5 GiB for the driver's context, 64 MiB for libraries and 0.4 GiB for NCCL.
+figures are what one rank needs, including 0.5 GiB for the driver's context and 0.4 GiB for NCCL.
 Seconds come from data sheets and typical efficiencies: we claim only the order of the rows.
 
 ## Beside published figures

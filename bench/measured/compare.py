@@ -1,14 +1,15 @@
-"""Plan every published run, and write docs/plan-measured.md. Run `python -m bench.measured.compare [NUMBER ...]`.
+"""Plan every published run, and show what differs from the record: `python -m bench.measured.compare [NUMBER ...]`.
 
-With numbers, only these runs are planned again. No plan uses a published figure.
+With numbers, only these runs are planned. `--store` writes the record, docs/plan-measured.md and its drawing. No plan
+uses a published figure.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import lowtide
 from bench.charts import LINE_COLOURS, render
-from bench.measured.runs import NOT_PLANNED, RUNS
+from bench.measured.runs import COMPILED_PAIRS, NOT_PLANNED, RUNS
 
 if TYPE_CHECKING:
     from bench.measured.runs import Run
@@ -37,15 +38,17 @@ INTRODUCTION = """\
 
 Others measured the memory of training runs on GPUs and published it with enough settings to plan the same step. This
 page compares {count} such figures with plans made on a machine without a GPU. `make plans-measured` plans them again
-and writes this page. No plan uses a published figure. But settings that a text leaves open (units, the type of the
-reduction, the allocator's segments, a fused loss) were sometimes found only after a first plan had missed, and three
-runs of which too much is unsaid are not planned; so figures that nobody here has seen are the harder test.
+and says what differs; with `ARGS=--store` it writes this page. No plan uses a published figure. But settings that a
+text leaves open (units, the type of the reduction, the allocator's segments, a fused loss) were sometimes found only
+after a first plan had missed, and three runs of which too much is unsaid are not planned; so figures that nobody here
+has seen are the harder test.
 
 `allocated` is `torch.cuda.max_memory_allocated()` or the peak of active bytes. `reserved` is what the caching allocator
 holds, which includes its fragmentation; the plan's figure is its model of that allocator. torchtitan's, litgpt's and
 torchtune's models are small factories in `bench/measured/models.py`, written from what each framework's code computes;
-others are configurations of transformers. A run marked `compiled` is planned with norms, rotations and gated products
-that keep what a fused kernel keeps, which is an assumption about the compiler.
+others are configurations of transformers. A run marked `compiled` is planned if its blocks are recomputed, or if the
+whole model is one graph of litgpt's: then norms, rotations and gated products keep what a fused kernel keeps, which is
+an assumption about the compiler. Others are not planned. {compiled}
 
 ![Published against planned memory](img/plan-measured.svg)
 
@@ -92,18 +95,44 @@ the file: `python -m bench.measured.reports FILE` shows it as a row of this page
 
 
 def main() -> None:
-    wanted = {int(number) for number in sys.argv[1:]}
-    record = json.loads(DATA.read_text()) if wanted and DATA.exists() else {}
-    runs = [run for run in RUNS if not wanted or run.number in wanted]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER")
+    parser.add_argument("--store", action="store_true")
+    options = parser.parse_args()
+    record = json.loads(DATA.read_text()) if DATA.exists() else {}
+    runs = [run for run in RUNS if not options.numbers or run.number in options.numbers]
+    distinct = list({run.number: run for run in runs}.values())
+    found: Record = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for run, figures in zip(runs, pool.map(planned, runs), strict=True):
-            record[str(run.number)] = figures
-            DATA.write_text(json.dumps(dict(sorted(record.items(), key=lambda item: int(item[0]))), indent=1) + "\n")
-            print(f"{run.number:4} {run.group:34} {run.what:60} {run.gib:8.3f} {error(run, figures):+7.1%}", flush=True)
-    if len(record) < len(RUNS):
-        return
-    PAGE.write_text(page(record))
-    DRAWING.write_text(drawing(record))
+        for planned_run, figures in zip(distinct, pool.map(planned, distinct), strict=True):
+            found[str(planned_run.number)] = figures
+            for run in (run for run in runs if run.number == planned_run.number):
+                print(f"{run.name:14} {run.group:34} {run.what:60} {error(run, figures):+7.1%}", flush=True)
+            for line in differences(record.get(str(planned_run.number), {}), figures):
+                print(f"{'':14} {line}", flush=True)
+    if options.store:
+        store({**record, **found})
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Say what a plan has that the record has not."""
+    return [
+        f"{name}: {now[name]:,}, recorded {before[name]:,}"
+        if name in before
+        else f"{name}: {now[name]:,}, not recorded"
+        for name in ("allocated", "reserved", "seconds")
+        if before.get(name) != now[name]
+    ]
+
+
+def store(record: Record) -> None:
+    """Write the record of the runs that are planned today, and the page and the drawing once it has them all."""
+    numbers = sorted({run.number for run in RUNS})
+    kept = {str(number): record[str(number)] for number in numbers if str(number) in record}
+    DATA.write_text(json.dumps(kept, indent=1) + "\n")
+    if len(kept) == len(numbers):
+        PAGE.write_text(page(kept))
+        DRAWING.write_text(drawing(kept))
 
 
 def planned(run: Run) -> dict[str, Any]:
@@ -132,6 +161,7 @@ def page(record: Record) -> str:
     timed = [(run, record[str(run.number)]["seconds"] / run.seconds) for run in RUNS if run.seconds]
     long = [ratio for run, ratio in timed if run.seconds and run.seconds >= 1 and not run.compiled]
     return INTRODUCTION.format(
+        compiled=compiled_range(),
         count=len(RUNS),
         groups="\n".join(_group_row(name, errors) for name, errors in groups.items()),
         rows="\n".join(row(run, record[str(run.number)]) for run in RUNS),
@@ -146,6 +176,16 @@ def page(record: Record) -> str:
         missing="\n".join(
             f"| {_linked(run)} | {run.gib:.2f} GiB {run.measured} | {run.why_not} |" for run in NOT_PLANNED
         ),
+    )
+
+
+def compiled_range() -> str:
+    """Say what compiled runs held of what the same runs held without, by the published figures alone."""
+    gib = {run.name: run.gib for run in (*RUNS, *NOT_PLANNED)}
+    shares = [gib[compiled] / gib[eager] for compiled, eager in COMPILED_PAIRS]
+    return (
+        f"In the {len(shares)} pairs of published runs that differ in `torch.compile` alone, the compiled one held "
+        f"{min(shares):.0%} to {max(shares):.0%} of the other's memory."
     )
 
 

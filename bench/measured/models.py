@@ -52,127 +52,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return ((x * cos) + (turned * sin)).to(x.dtype)
 
 
-# --- torchtitan -----------------------------------------------------------------------------------------------------
-
-
-class TitanBlock(nn.Module):
-    """A block of torchtitan's Llama and Qwen3, with torchtitan's own activation checkpointing if it is selective."""
-
-    def __init__(self, *, dim: int, heads: int, kv: int, ffn: int, width: int, fused_norm: bool, qk_norm: bool) -> None:
-        super().__init__()
-        norm = functools.partial(nn.RMSNorm, eps=1e-5) if fused_norm else Norm
-        self.heads, self.kv, self.width = heads, kv, width
-        self.attention_norm, self.ffn_norm = norm(dim), norm(dim)
-        self.wq = nn.Linear(dim, heads * width, bias=False)
-        self.wk = nn.Linear(dim, kv * width, bias=False)
-        self.wv = nn.Linear(dim, kv * width, bias=False)
-        self.wo = nn.Linear(heads * width, dim, bias=False)
-        self.w1 = nn.Linear(dim, ffn, bias=False)
-        self.w3 = nn.Linear(dim, ffn, bias=False)
-        self.w2 = nn.Linear(ffn, dim, bias=False)
-        self.q_norm, self.k_norm = (norm(width), norm(width)) if qk_norm else (None, None)
-        self.selective = False
-
-    def forward(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
-        if not self.selective:
-            return self.run(x, angles)
-        contexts = functools.partial(create_selective_checkpoint_contexts, every_second_product())
-        return checkpoint(self.run, x, angles, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-    def run(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
-        h = x + self.attend(self.attention_norm(x), angles)
-        y = self.ffn_norm(h)
-        return h + self.w2(F.silu(self.w1(y)) * self.w3(y))
-
-    def attend(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.wq(x), self.wk(x), self.wv(x)
-        q, k, v = (t.view(batch, length, -1, self.width) for t in (q, k, v))
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotate(q, angles), self.rotate(k, angles)
-        k, v = self.repeat(k), self.repeat(v)
-        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        return self.wo(out.transpose(1, 2).contiguous().view(batch, length, -1))
-
-    def rotate(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
-        if not isinstance(angles, tuple):
-            return rotate_complex(x, angles)
-        cos, sin = angles  # Qwen3 rotates halves in the type of the tables, which are float32
-        return rotate_halves(x, cos, sin)
-
-    def repeat(self, x: torch.Tensor) -> torch.Tensor:
-        times = self.heads // self.kv
-        if times == 1:
-            return x
-        batch, length, _, width = x.shape
-        return x[:, :, :, None, :].expand(batch, length, self.kv, times, width).reshape(batch, length, -1, width)
-
-
-def every_second_product() -> Any:
-    """Return torchtitan's selective policy: attention and every second matrix product are kept, counted per block."""
-    counts = {False: 0, True: 0}
-
-    def choose(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if operator is aten.mm.default:
-            counts[context.is_recompute] += 1
-            kept = counts[context.is_recompute] % 2 == 1
-        else:
-            kept = "scaled_dot_product" in str(operator)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return choose
-
-
-class Titan(nn.Module):
-    """torchtitan's decoder with its loss: logits from a 16-bit product, then a copy of them in float32."""
-
-    def __init__(self, *, dim: int, layers: int, vocab: int, **block: Any) -> None:
-        super().__init__()
-        self.halves = block["qk_norm"]
-        self.width = block["width"]
-        self.tok_embeddings = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(TitanBlock(dim=dim, **block) for _ in range(layers))
-        self.norm = nn.RMSNorm(dim, eps=1e-5) if block["fused_norm"] else Norm(dim)
-        self.output = nn.Linear(dim, vocab, bias=False)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.tok_embeddings(ids)
-        angles = self.angles(ids.shape[1], h.device)
-        for layer in self.layers:
-            h = layer(h, angles)
-        logits = self.output(self.norm(h)).float()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1)), logits
-
-    def angles(self, length: int, device: torch.device) -> Any:
-        if not self.halves:
-            return torch.empty(1, length, 1, self.width // 2, dtype=torch.complex64, device=device)
-        return tuple(torch.empty(1, length, 1, self.width, dtype=torch.float32, device=device) for _ in range(2))
-
-
-def torchtitan(
-    dim: int = 4096,
-    layers: int = 32,
-    heads: int = 32,
-    kv: int = 8,
-    ffn: int = 14336,
-    vocab: int = 128256,
-    width: int = 128,
-    batch: int = 1,
-    seq: int = 8192,
-    selective: bool = False,
-    fused_norm: bool = False,
-    qk_norm: bool = False,
-) -> tuple[nn.Module, Any]:
-    """torchtitan's Llama 3 8B by default; with `qk_norm` its Qwen3."""
-    block = {"heads": heads, "kv": kv, "ffn": ffn, "width": width, "fused_norm": fused_norm, "qk_norm": qk_norm}
-    model = Titan(dim=dim, layers=layers, vocab=vocab, **block)
-    for layer in model.layers:
-        layer.selective = selective
-    return model, tokens(batch, seq, vocab)
-
-
-# --- litgpt ---------------------------------------------------------------------------------------------------------
+# --- What a compiler fuses ------------------------------------------------------------------------------------------
 
 
 class FusedNorm(torch.autograd.Function):
@@ -229,6 +109,161 @@ class FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, _grad: torch.Tensor) -> torch.Tensor:
         logits, _ = ctx.saved_tensors
         return torch.empty_like(logits)
+
+
+class CompiledNorm(nn.Module):
+    """A norm inside a compiled block."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return FusedNorm.apply(x, self.weight)
+
+
+# --- torchtitan -----------------------------------------------------------------------------------------------------
+
+
+class TitanBlock(nn.Module):
+    """A block of torchtitan's Llama and Qwen3, with torchtitan's own activation checkpointing if it is selective."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        heads: int,
+        kv: int,
+        ffn: int,
+        width: int,
+        fused_norm: bool,
+        qk_norm: bool,
+        compiled: bool,
+    ) -> None:
+        super().__init__()
+        norm = CompiledNorm if compiled else functools.partial(nn.RMSNorm, eps=1e-5) if fused_norm else Norm
+        self.compiled = compiled
+        self.heads, self.kv, self.width = heads, kv, width
+        self.attention_norm, self.ffn_norm = norm(dim), norm(dim)
+        self.wq = nn.Linear(dim, heads * width, bias=False)
+        self.wk = nn.Linear(dim, kv * width, bias=False)
+        self.wv = nn.Linear(dim, kv * width, bias=False)
+        self.wo = nn.Linear(heads * width, dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn, bias=False)
+        self.w3 = nn.Linear(dim, ffn, bias=False)
+        self.w2 = nn.Linear(ffn, dim, bias=False)
+        self.q_norm, self.k_norm = (norm(width), norm(width)) if qk_norm else (None, None)
+        self.selective = False
+
+    def forward(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
+        if not self.selective:
+            return self.run(x, angles)
+        contexts = functools.partial(create_selective_checkpoint_contexts, every_second_product())
+        return checkpoint(self.run, x, angles, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    def run(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
+        h = x + self.attend(self.attention_norm(x), angles)
+        y = self.ffn_norm(h)
+        gate, up = self.w1(y), self.w3(y)
+        return h + self.w2(FusedProduct.apply(gate, up) if self.compiled else F.silu(gate) * up)
+
+    def attend(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q, k, v = (t.view(batch, length, -1, self.width) for t in (q, k, v))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotate(q, angles), self.rotate(k, angles)
+        k, v = self.repeat(k), self.repeat(v)
+        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        return self.wo(out.transpose(1, 2).contiguous().view(batch, length, -1))
+
+    def rotate(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
+        if self.compiled:
+            return FusedRotation.apply(x)
+        if not isinstance(angles, tuple):
+            return rotate_complex(x, angles)
+        cos, sin = angles  # Qwen3 rotates halves in the type of the tables, which are float32
+        return rotate_halves(x, cos, sin)
+
+    def repeat(self, x: torch.Tensor) -> torch.Tensor:
+        times = self.heads // self.kv
+        if times == 1:
+            return x
+        batch, length, _, width = x.shape
+        return x[:, :, :, None, :].expand(batch, length, self.kv, times, width).reshape(batch, length, -1, width)
+
+
+def every_second_product() -> Any:
+    """Return torchtitan's selective policy: attention and every second matrix product are kept, counted per block."""
+    counts = {False: 0, True: 0}
+
+    def choose(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if operator is aten.mm.default:
+            counts[context.is_recompute] += 1
+            kept = counts[context.is_recompute] % 2 == 1
+        else:
+            kept = "scaled_dot_product" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return choose
+
+
+class Titan(nn.Module):
+    """torchtitan's decoder with its loss: logits from a 16-bit product, then a copy of them in float32."""
+
+    def __init__(self, *, dim: int, layers: int, vocab: int, compiled_loss: bool, **block: Any) -> None:
+        super().__init__()
+        self.compiled_loss = compiled_loss
+        self.halves = block["qk_norm"]
+        self.width = block["width"]
+        self.tok_embeddings = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(TitanBlock(dim=dim, **block) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim, eps=1e-5) if block["fused_norm"] else Norm(dim)
+        self.output = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.tok_embeddings(ids)
+        angles = self.angles(ids.shape[1], h.device)
+        for layer in self.layers:
+            h = layer(h, angles)
+        logits = self.output(self.norm(h))
+        if self.compiled_loss:
+            return FusedLoss.apply(logits.flatten(0, 1)) / labels.numel(), logits
+        logits = logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1)), logits
+
+    def angles(self, length: int, device: torch.device) -> Any:
+        if not self.halves:
+            return torch.empty(1, length, 1, self.width // 2, dtype=torch.complex64, device=device)
+        return tuple(torch.empty(1, length, 1, self.width, dtype=torch.float32, device=device) for _ in range(2))
+
+
+def torchtitan(
+    dim: int = 4096,
+    layers: int = 32,
+    heads: int = 32,
+    kv: int = 8,
+    ffn: int = 14336,
+    vocab: int = 128256,
+    width: int = 128,
+    batch: int = 1,
+    seq: int = 8192,
+    selective: bool = False,
+    fused_norm: bool = False,
+    qk_norm: bool = False,
+    compiled: bool = False,
+    compiled_loss: bool = False,
+) -> tuple[nn.Module, Any]:
+    """torchtitan's Llama 3 8B by default; with `qk_norm` its Qwen3."""
+    block = {"heads": heads, "kv": kv, "ffn": ffn, "width": width, "fused_norm": fused_norm, "qk_norm": qk_norm}
+    model = Titan(dim=dim, layers=layers, vocab=vocab, compiled_loss=compiled_loss, **block, compiled=compiled)
+    for layer in model.layers:
+        layer.selective = selective
+    return model, tokens(batch, seq, vocab)
+
+
+# --- litgpt ---------------------------------------------------------------------------------------------------------
 
 
 class LitNorm(nn.Module):
@@ -341,7 +376,7 @@ class LitBlock(nn.Module):
 
 
 class Lit(nn.Module):
-    """litgpt's decoder, with the loss on whole 16-bit logits or, for adapters, on chunks of 128 tokens."""
+    """litgpt's decoder, with the loss on whole 16-bit logits or, for adapters, on float32 chunks of 128 tokens."""
 
     def __init__(self, *, dim: int, layers: int, vocab: int, chunk: int, head_bias: bool, **block: Any) -> None:
         super().__init__()
@@ -363,10 +398,13 @@ class Lit(nn.Module):
         if not self.chunk:
             logits = self.lm_head(x)
             return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)), logits
-        chunks = [self.lm_head(part) for part in x.split(self.chunk, dim=1)]
+        narrow = [self.lm_head(part) for part in x.split(self.chunk, dim=1)]
+        chunks = [part.float() for part in narrow]  # Fabric returns float32: `HalfPrecision.convert_output`
+        del narrow, x
+        chunks[-1] = chunks[-1][:, :-1]
         losses = [
             F.cross_entropy(logits.reshape(-1, logits.shape[-1]), part.reshape(-1), reduction="none")
-            for logits, part in zip(chunks, labels.split(self.chunk, dim=1), strict=True)
+            for logits, part in zip(chunks, labels[:, 1:].split(self.chunk, dim=1), strict=True)
         ]
         return torch.cat(losses).mean(), chunks
 
@@ -400,10 +438,11 @@ def litgpt(
 class TuneBlock(nn.Module):
     """torchtune's block: keys and values repeated by `expand`, rotation and norms in float32."""
 
-    def __init__(self, *, dim: int, heads: int, kv: int, ffn: int) -> None:
+    def __init__(self, *, dim: int, heads: int, kv: int, ffn: int, compiled: bool) -> None:
         super().__init__()
-        self.heads, self.kv, self.width = heads, kv, dim // heads
-        self.sa_norm, self.mlp_norm = Norm(dim), Norm(dim)
+        self.heads, self.kv, self.width, self.compiled = heads, kv, dim // heads, compiled
+        norm = CompiledNorm if compiled else Norm
+        self.sa_norm, self.mlp_norm = norm(dim), norm(dim)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, kv * self.width, bias=False)
         self.v_proj = nn.Linear(dim, kv * self.width, bias=False)
@@ -415,13 +454,18 @@ class TuneBlock(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         h = self.attend(self.sa_norm(x), cos, sin) + x
         y = self.mlp_norm(h)
-        return h + self.w2(F.silu(self.w1(y)) * self.w3(y))
+        gate, up = self.w1(y), self.w3(y)
+        return h + self.w2(FusedProduct.apply(gate, up) if self.compiled else F.silu(gate) * up)
 
     def attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         times = self.heads // self.kv
-        q = rotate_pairs(self.q_proj(x).view(batch, length, self.heads, self.width), cos, sin)
-        k = rotate_pairs(self.k_proj(x).view(batch, length, self.kv, self.width), cos, sin)
+        q = self.q_proj(x).view(batch, length, self.heads, self.width)
+        k = self.k_proj(x).view(batch, length, self.kv, self.width)
+        if self.compiled:
+            q, k = FusedRotation.apply(q), FusedRotation.apply(k)
+        else:
+            q, k = rotate_pairs(q, cos, sin), rotate_pairs(k, cos, sin)
         v = self.v_proj(x).view(batch, length, self.kv, self.width)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if times > 1:
@@ -434,7 +478,7 @@ class TuneBlock(nn.Module):
 class Tune(nn.Module):
     def __init__(self, *, dim: int, layers: int, vocab: int, chunks: int, **block: int) -> None:
         super().__init__()
-        self.chunks, self.width = chunks, dim // block["heads"]
+        self.chunks, self.width, self.compiled = chunks, dim // block["heads"], block["compiled"]
         self.tok_embeddings = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleList(TuneBlock(dim=dim, **block) for _ in range(layers))
         self.norm = Norm(dim)
@@ -448,7 +492,9 @@ class Tune(nn.Module):
         h = self.norm(h)
         weight = self.tok_embeddings.weight
         if not self.chunks:
-            logits = F.linear(h, weight).float()
+            logits = F.linear(h, weight).float()  # by the model, which is compiled layer by layer
+            if self.compiled:
+                return FusedLoss.apply(logits.flatten(0, 1)) / labels.numel(), logits
             return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)), logits
         parts = [F.linear(part, weight) for part in h.chunk(self.chunks, dim=1)]
         losses = [FusedLoss.apply(logits.flatten(0, 1)) for logits in parts]
@@ -465,9 +511,10 @@ def torchtune(
     batch: int = 2,
     seq: int = 4096,
     chunks: int = 0,
+    compiled: bool = False,
 ) -> tuple[nn.Module, Any]:
     """torchtune's Llama 3.2 3B by default, with tied embeddings; `chunks` make its loss a compiled one."""
-    block = {"heads": heads, "kv": kv, "ffn": ffn}
+    block = {"heads": heads, "kv": kv, "ffn": ffn, "compiled": compiled}
     return Tune(dim=dim, layers=layers, vocab=vocab, chunks=chunks, **block), tokens(batch, seq, vocab)
 
 

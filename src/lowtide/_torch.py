@@ -176,6 +176,15 @@ def aliases_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor._base, nn.Parameter)
 
 
+def references_to(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return how often a tensor, its storage and its Python object are referred to, this call's references included.
+
+    `Tensor._use_count` and `torch._C._storage_Use_Count`, 2.10. Public replacement: none.
+    """
+    storage = torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))  # type: ignore[attr-defined]
+    return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was made as a view of another one.
 
@@ -247,6 +256,18 @@ def operator_of(overload: Any) -> Any:
     `OpOverload._overloadpacket`, 2.10. Public replacement: none; `OpOverload.overloadpacket` does not exist.
     """
     return overload._overloadpacket
+
+
+@contextlib.contextmanager
+def differentiable_kernel(operator: str, kernel: Callable[..., Any], device: str) -> Iterator[None]:
+    """Let an operator that torch takes apart into others be `kernel` on one kind of device inside.
+
+    `torch.library.Library` is public, and torch has no public way to take back what was registered with it.
+    `torch.library._scoped_library`, 2.10. Public replacement: none.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(operator, kernel, f"Autograd{device.capitalize()}")
+        yield
 
 
 def schema_of(overload: Any) -> Any:

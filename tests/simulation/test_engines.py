@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import autocast as imported_autocast
 from torch import nn
+from torch.nn.functional import dropout as imported_dropout
 
-from lowtide.errors import InvalidValueError
+from lowtide.errors import InvalidValueError, PlanError
 from lowtide.hardware.accelerators import find_accelerator
-from lowtide.recording import Event, read_peak
+from lowtide.recording import Event, Owner, read_peak
 from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import make_job
 from lowtide.targets.target import find_target
 
-H100 = find_accelerator("H100")
 WIDTH, LAYERS, ROWS, RANKS = 1024, 4, 8, 4
 BLOCK = WIDTH * WIDTH
 """The weights of a block."""
@@ -25,8 +26,9 @@ ENDS = 2 * WIDTH * 64
 class Blocks(nn.Module):
     """A stack of square products between a narrow start and a narrow end, whose activations are negligible."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, drop: Any = None) -> None:
         super().__init__()
+        self.drop = drop
         self.start = nn.Linear(64, WIDTH, bias=False)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout(dropout)) for _ in range(LAYERS)
@@ -36,19 +38,25 @@ class Blocks(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.start(x)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if self.drop is None else self.drop(layer(x))
         return self.end(x).float().sum(), x
 
 
 def recorded(policy: str = "none", *, model: nn.Module | None = None, rows: int = ROWS, **settings: Any) -> Any:
+    card = find_accelerator(settings.pop("card", "H100"))
     given = {"tokens": None, "images": None, "engine": None, "ranks": None, **settings}
     model = (Blocks() if model is None else model).to(torch.bfloat16)
     target = find_target(model, (torch.zeros(rows, 64, dtype=torch.bfloat16),))
-    return Simulator(target, make_job(**given), H100)._record(policy, None)
+    return Simulator(target, make_job(**given), card)._record(policy, None)
 
 
 def at_start(recording: Any) -> int:
-    return sum(event.change for event in recording.events[: recording.start] if event.place == "device")
+    """The bytes before the step begins, without cuBLAS' workspaces."""
+    return sum(
+        event.change
+        for event in recording.events[: recording.start]
+        if event.place == "device" and event.owner.kind != "workspace"
+    )
 
 
 def on_stream(recording: Any, stream: str) -> list[Event]:
@@ -95,6 +103,7 @@ def test_zero3_keeps_a_partition_of_gradients_a_bucket_and_masters():
 
 def test_weights_that_autograd_saved_stay_gathered_in_zero3(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lowtide.simulation.zero3._REUSE_DISTANCE", 1)
+    monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", 1)
     none, recompute = (
         recorded(policy, engine="zero3", ranks=RANKS, reduce_bucket=1000) for policy in ("none", "recompute")
     )
@@ -104,6 +113,55 @@ def test_weights_that_autograd_saved_stay_gathered_in_zero3(monkeypatch: pytest.
     ]
     assert communication[0] >= 2 * BLOCK * LAYERS
     assert communication[1] < 2 * BLOCK * LAYERS
+
+
+def _gathers(recording: Any, region: str) -> list[Event]:
+    return [event for event in on_stream(recording, "all_gather") if event.owner.region == region]
+
+
+def test_zero3_gathers_ahead_out_of_one_buffer(monkeypatch: pytest.MonkeyPatch):
+    sizes = {}
+    for elements in (1, 2 * BLOCK):
+        monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", elements)
+        step = recorded(engine="zero3", ranks=RANKS, reduce_bucket=1000)
+        sizes[elements] = [event.change for event in on_stream(step, "all_gather")]
+    assert sizes[1].count(2 * BLOCK) == LAYERS, "each weight alone needs no other buffer"
+    assert sizes[2 * BLOCK].count(2 * BLOCK) == LAYERS
+    assert 2 * 2 * BLOCK in sizes[2 * BLOCK], "the buffer that two of them came in"
+
+
+def test_zero3_stops_gathering_ahead_when_enough_is_live(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowtide.simulation.zero3._LIVE", 1)
+    step = recorded(engine="zero3", ranks=RANKS, reduce_bucket=1000)
+    begun = [event for event in on_stream(step, "all_gather") if event.owner.region == event.moment.region]
+    blocks = [event for event in on_stream(step, "all_gather") if event.owner.region.startswith("layers")]
+    assert [event for event in begun if event in blocks] == []
+    assert len(blocks) == LAYERS
+
+
+def test_zero3_joins_the_gradients_of_a_bucket():
+    for bucket, joined in ((3 * BLOCK, 2), (1000, 0)):
+        step = recorded(engine="zero3", ranks=RANKS, reduce_bucket=bucket)
+        copies = [event.change for event in step.events[step.start :] if event.owner.kind == "communication"]
+        assert copies.count(2 * (2 * BLOCK + ENDS // 2)) == joined, "two blocks and an end fit into three blocks"
+
+
+@pytest.mark.parametrize(("policy", "times"), [("none", 1), ("recompute", 2)])
+def test_a_recomputed_region_counts_three_times_in_zero3_s_reuse(
+    monkeypatch: pytest.MonkeyPatch, policy: str, times: int
+):
+    monkeypatch.setattr("lowtide.simulation.zero3._REUSE_DISTANCE", 5 * BLOCK // 2)
+    monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", 1)
+    step = recorded(policy, engine="zero3", ranks=RANKS, reduce_bucket=1000)
+    assert len(_gathers(step, f"layers.{LAYERS - 2}")) == times
+    assert len(_gathers(step, f"layers.{LAYERS - 1}")) == 1
+
+
+@pytest.mark.parametrize(("distance", "times"), [(1, 2), (100 * BLOCK, 1)])
+def test_zero3_gathers_embeddings_for_their_backward(monkeypatch: pytest.MonkeyPatch, distance: int, times: int):
+    monkeypatch.setattr("lowtide.simulation.zero3._REUSE_DISTANCE", distance)
+    monkeypatch.setattr("lowtide.simulation.zero3._PREFETCH", 1)
+    assert len(_gathers(recorded(engine="zero3", ranks=RANKS, reduce_bucket=1000), "")) == times
 
 
 def test_one_rank_of_zero3_gathers_nothing():
@@ -117,11 +175,82 @@ def test_gradients_that_stay_are_there_when_the_step_begins(engine: dict[str, An
     assert at_start(kept) - at_start(alone) == pytest.approx(gradients, rel=0.01)
 
 
-def test_dropout_keeps_a_byte_of_mask():
+def _imported(x: torch.Tensor) -> torch.Tensor:
+    return imported_dropout(x, 0.1)
+
+
+def _of_torch(x: torch.Tensor) -> torch.Tensor:
+    return torch.dropout(x, 0.1, True)
+
+
+class Scores(nn.Module):
+    """Attention in its mathematical form, whose scores are dropped out."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x[:, :64].reshape(1, 1, -1, 64)
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(heads, heads, heads, None, self.share)
+        return x + out.sum()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: Blocks(0.1), id="module"),
+        pytest.param(lambda: Blocks(drop=_imported), id="imported"),
+        pytest.param(lambda: Blocks(drop=_of_torch), id="torch"),
+    ],
+)
+def test_dropout_keeps_a_byte_of_mask(model: Any):
     rows = 4096
-    plain, dropped = (recorded(model=Blocks(share), rows=rows, optimizer="sgd") for share in (0.0, 0.1))
+    plain, dropped = (recorded(model=blocks, rows=rows, optimizer="sgd") for blocks in (Blocks(), model()))
     more = read_peak(dropped).nbytes - read_peak(plain).nbytes
     assert more == pytest.approx(rows * WIDTH * LAYERS, rel=0.3)
+
+
+def test_dropout_inside_attention_keeps_a_byte_of_mask():
+    size = 1536
+    recording = recorded(model=Blocks(drop=Scores(0.1)), rows=size, optimizer="sgd")
+    masks = [event for event in recording.events if event.change == size * size and event.owner.kind == "activations"]
+    assert len(masks) == LAYERS
+
+
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", torch.float16):
+        return x * 2
+
+
+def _halved_by_its_old_name(x: torch.Tensor) -> torch.Tensor:
+    with imported_autocast(x.device.type):
+        return x * 2
+
+
+def _switched_off(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False), imported_autocast("cuda", enabled=False):
+        return x * 2
+
+
+@pytest.mark.parametrize("forward", [_halved, _halved_by_its_old_name])
+def test_autocast_inside_the_model_is_refused_by_name(forward: Any):
+    with pytest.raises(PlanError, match=r"switches on torch\.autocast for '(cuda|meta)'"):
+        recorded(model=Blocks(drop=forward))
+    assert recorded(model=Blocks(drop=_switched_off)).operations
+
+
+@pytest.mark.parametrize(("card", "mib"), [("A100-80GB", 8.125), ("H100", 32), ("B200", 32), ("MI300X", 128)])
+def test_each_thread_s_products_have_a_workspace(card: str, mib: float):
+    recording = recorded(card=card)
+    workspaces = [event.change for event in recording.events[: recording.start] if event.owner.kind == "workspace"]
+    assert workspaces == [mib * 2**20] * 2
+    assert read_peak(recording).owners[Owner("workspace", "")] == sum(workspaces), "they are there all the time"
+
+
+def test_a_cpu_s_kernels_have_no_workspace():
+    recording = recorded(attention="cpu")
+    assert not [event for event in recording.events if event.owner.kind == "workspace"]
 
 
 def test_an_output_that_is_kept_lives_through_backward():

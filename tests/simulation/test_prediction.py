@@ -19,8 +19,9 @@ from lowtide.simulation.ledger import Ledger
 from lowtide.simulation.step import record
 from lowtide.targets.job import Job
 from models.planned import FAMILIES, TOKENS, batch_maker, make_model
+from models.tied import Tied, tied_batch
 from support import needs_transformers_5
-from support.real_steps import real_peak, train
+from support.real_steps import profiled_peak, real_peak, train
 
 pytestmark = [
     needs_transformers_5,
@@ -101,6 +102,32 @@ def test_predicted_peak_is_that_of_the_emulated_device(sim: str, family: str, po
     del model, batch, optimizer
     predicted = predicted_peak(family, policy, dtype, lora=lora, rounding=512)
     assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_that_autograd_sums_in_place_are_predicted(tied: bool, chunks: int, dtype: torch.dtype):
+    """A weight that is used once per chunk of the loss gets a gradient for each, which autograd adds to the first."""
+    model, batch = Tied(tied=tied, chunks=chunks).to(dtype), tied_batch("cpu")
+
+    def step() -> None:
+        model.zero_grad()
+        model(**batch)[0].backward()
+
+    step()
+    model.zero_grad()
+    standing = sum(tensor.nbytes for tensor in (*model.parameters(), *batch.values()))
+    real = standing + profiled_peak(step)
+    with torch.device("meta"):
+        blank = Tied(tied=tied, chunks=chunks).to(dtype)
+    clock, attention = Clock(), Attention("cpu")
+    ledger = Ledger(clock, Rates(flops=1e12, single_flops=1e12, bandwidth=1e11), DEVICE, rounding=1)
+    with simulated_device(clock, attention):
+        recording = record(
+            blank, lambda _, device: tied_batch(device), Job(optimizer="sgd"), Policy(), ledger, attention
+        )
+    assert read_peak(recording).nbytes == pytest.approx(real, rel=TOLERANCE)
 
 
 def test_a_wrong_ledger_would_be_seen():

@@ -22,7 +22,7 @@ from lowtide.spelling import normalize, unknown
 from lowtide.units import parse_bytes
 
 TERA, GIGA = 1e12, 1e9
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,12 @@ class Accelerator:
     has_flash: bool = True
     context: int = 500 * MIB
     """Bytes that the driver's context takes in each process, besides the caching allocator's."""
+    blas_workspace: int = 8320 * KIB
+    """Bytes that torch's caching allocator gives to each cuBLAS handle for good.
+
+    By generation: 32 MiB on Hopper and Blackwell, 128 MiB for hipBLAS on MI300, otherwise cuBLAS' own default.
+    Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
     source: str = ""
     efficiencies: Efficiencies = Efficiencies()
 
@@ -184,7 +190,7 @@ def read_accelerator(path: Path | str) -> Accelerator:
         "memory": (str, int),
         **dict.fromkeys(_FIGURES, (int, float)),
     }
-    optional: dict[str, tuple[type, ...]] = {"has_flash": (bool,), "source": (str,)}
+    optional: dict[str, tuple[type, ...]] = {"has_flash": (bool,), "source": (str,), "blas_workspace": (str, int)}
     for field, kinds in (needed | optional).items():
         if field not in row:
             if field in needed:
@@ -201,6 +207,7 @@ def read_accelerator(path: Path | str) -> Accelerator:
 
 
 def _from_row(row: dict[str, Any]) -> Accelerator:
+    workspace = {"blas_workspace": parse_bytes(row["blas_workspace"])} if "blas_workspace" in row else {}
     return Accelerator(
         name=row["name"],
         memory=parse_bytes(row["memory"]),
@@ -212,6 +219,7 @@ def _from_row(row: dict[str, Any]) -> Accelerator:
         has_flash=row.get("has_flash", True),
         source=row["source"],
         efficiencies=Efficiencies(**row.get("efficiencies", {})),
+        **workspace,
     )
 
 
@@ -270,14 +278,12 @@ class Margins:
 
     context: int
     """The driver's context and the kernels that were loaded."""
-    libraries: int = 64 * MIB
-    """cuBLAS' workspaces (8 MiB per handle and stream, 32 MiB on Hopper) and cuDNN's."""
     communication: int = 0
     """NCCL's channels and buffers."""
 
     @property
     def total(self) -> int:
-        return self.context + self.libraries + self.communication
+        return self.context + self.communication
 
 
 def margins_for(accelerator: Accelerator, ranks: int) -> Margins:

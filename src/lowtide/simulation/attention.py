@@ -7,8 +7,8 @@ kernel is only taken on request: torch prefers flash by default. Tiled blocks ca
 that it can be used; here, `Attention` says so, and counts those calls with its own.
 
 A workspace is memory that a kernel takes for itself while it runs, so that no tensor of the program shows it.
-`workspace_of` has a formula for each such kernel, after its source in torch. cuBLAS and cuDNN keep fixed workspaces,
-which are among the stated margins of a plan.
+`workspace_of` has a formula for each such kernel, after its source in torch. cuBLAS' are there all the time,
+and are the accelerator's (`blas_workspace`).
 """
 
 from __future__ import annotations

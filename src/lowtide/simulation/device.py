@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import import_dynamo, no_dispatch_modes
+from lowtide._torch import differentiable_kernel, import_dynamo, no_dispatch_modes
+from lowtide.errors import PlanError
 from lowtide.simulation.clock import Event, Stream
 from lowtide.tiling import attention_kernels
 
@@ -28,6 +29,8 @@ def simulated_device(clock: Clock, attention: Attention) -> Iterator[None]:
     """Let torch's streams and events be `clock`'s inside, and let attention take the accelerator's kernels."""
     import_dynamo()  # the first operation would import it, and it inherits from torch.Stream
     with contextlib.ExitStack() as stack:
+        if attention.device_type == "cuda":
+            stack.enter_context(differentiable_kernel("dropout", _dropout, "meta"))
         for target, name, replacement in _patches(clock, attention):
             stack.callback(setattr, target, name, getattr(target, name))
             setattr(target, name, replacement)
@@ -36,10 +39,8 @@ def simulated_device(clock: Clock, attention: Attention) -> Iterator[None]:
 
 def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "tensor", _tensor_through_the_dispatcher
-    yield torch, "autocast", _autocast
+    yield torch.autocast, "__init__", _autocast
     yield torch.nn.functional, "scaled_dot_product_attention", attention
-    if attention.device_type == "cuda":
-        yield torch.nn.functional, "dropout", _dropout
     yield torch.backends.cuda, "can_use_flash_attention", attention.can_use_flash
     yield attention_kernels, "META_STANDS_FOR", attention.device_type
     yield attention_kernels, "run_kernel", attention.counted(attention_kernels.run_kernel)
@@ -54,23 +55,35 @@ def _patches(clock: Clock, attention: Attention) -> Iterator[tuple[Any, str, Any
             yield module, "is_tracing", lambda *_: False
 
 
-_torch_tensor, _torch_autocast, _torch_dropout = torch.tensor, torch.autocast, torch.nn.functional.dropout
+_torch_tensor, _torch_autocast = torch.tensor, torch.autocast.__init__
 
 
-def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """Do nothing for meta tensors, which have no autocast. Models switch it off around parts that need precision."""
-    return contextlib.nullcontext() if device_type == "meta" else _torch_autocast(device_type, *args, **kwargs)
+def _autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any) -> None:
+    """Make an autocast for the CPU's tensors, or one that is switched off: meta tensors have none.
+
+    Models switch it off around parts that need precision. One that switches it on is refused: its casts would be
+    missing from the plan.
+    """
+    if device_type != "cpu" and enabled:
+        raise PlanError(
+            f"the model's forward switches on torch.autocast for {device_type!r}, whose casts are not simulated: plan "
+            "it without that, with weights in 16 bits (dtype='bf16', and masters=True for float32 copies)"
+        )
+    _torch_autocast(self, "cpu", dtype if device_type == "cpu" else None, enabled, **kwargs)
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:  # noqa: A002
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
     """Drop numbers as CUDA's fused kernel does, which keeps a byte of mask for each.
 
-    On meta tensors, torch multiplies with noise as wide as the input and keeps that, as it does in place on a GPU.
-    Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`.
+    On meta tensors, torch multiplies with noise as wide as the input and keeps that. Whoever calls it, a module, a
+    function or attention in its mathematical form, ends in this operator; to drop in place is another one.
+    Source: aten/src/ATen/native/Dropout.cpp, `dropout` and `is_fused_kernel_acceptable`.
     """
-    if inplace or not training or not 0 < p < 1 or not input.numel() or not input.is_meta:
-        return _torch_dropout(input, p, training, inplace)
-    out: torch.Tensor = torch.ops.aten.native_dropout(input, p, training)[0]
+    if not train or p == 0 or not input.numel():
+        return input
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    out: torch.Tensor = torch.ops.aten.native_dropout(input, p, train)[0]
     return out
 
 

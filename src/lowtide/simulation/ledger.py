@@ -4,6 +4,9 @@ The ledger is a dispatch mode and sees each operation's results. A storage that 
 a finalizer on the storage is its release. It writes a list of events, in order; peaks, owners, the timeline and the
 bytes that a caching allocator would reserve are all read out of that list afterwards. Each operation's cost goes to the
 virtual clock as well.
+
+Where a tensor is used several times, autograd's engine sums its gradients, and adds in place to a sum that nobody else
+has. It never does inside a dispatch mode, so the ledger does it in the engine's place.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import TorchDispatchMode, operator_of, storage_key
+from lowtide._torch import TorchDispatchMode, no_dispatch_modes, operator_of, references_to, storage_key
 from lowtide.recording import Event, Moment, Owner, tensors_in, tensors_of
 from lowtide.simulation import values
 from lowtide.simulation.attention import workspace_of
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from lowtide.hardware.accelerators import Rates
     from lowtide.simulation.clock import Clock
     from lowtide.simulation.costs import Cost
+
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass
@@ -78,6 +85,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The stream that allocates now; empty for compute."""
         self.composed: set[Any] = set()
         """Operators whose kernels show the ledger their own operations."""
+        self._references_of_a_sum = _references_of_a_sum()
         self._kernels = kernels or MetaKernels()
         self._numbers = itertools.count()
         self._known: dict[int, tuple[int, int, str, Owner]] = {}
@@ -138,6 +146,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default or func in self.composed:
             return func(*args, **kwargs)
         self.operations += 1
+        if func is aten.add.Tensor and references_to(args[0]) == self._references_of_a_sum:
+            func = aten.add_.Tensor
         if operator_of(func) is torch.ops.aten.record_stream:
             return None  # a hint to the allocator, which the engine gives only off the compute stream
         inputs = tensors_of(args, kwargs)
@@ -187,10 +197,38 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock.kernel(cost.seconds(self.rates), cost.kind)
 
 
+@functools.cache
+def _references_of_a_sum() -> tuple[int, int, int]:
+    """Return how often a gradient is referred to that nothing but autograd's engine has, when another is added to it.
+
+    Outside of dispatch modes the engine adds in place then; inside one it never does.
+    Source: `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp.
+    """
+    with no_dispatch_modes(), torch.enable_grad(), _SumOfGradients() as mode:
+        weight = torch.ones(2, device="meta", requires_grad=True)
+        (weight * 2 + weight * 3).backward(torch.ones(2, device="meta"))
+    return mode.found
+
+
+class _SumOfGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the references to a gradient as the ledger would, when another is added to it."""
+
+    found = (0, 0, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.add.Tensor and not torch.is_grad_enabled():
+            self.found = references_to(args[0])
+        return func(*args, **kwargs)
+
+
 class Release:
     """Gives held bytes back, once."""
 
     def __init__(self, ledger: Ledger, size: int, number: int, owner: Owner) -> None:
+        self.nbytes = size
         self._ledger: Ledger | None = ledger
         self._event = (-size, number, "device", owner)
 

@@ -56,6 +56,10 @@ if TYPE_CHECKING:
     """Makes what the model is called with: keywords, arguments, or one argument."""
 
 
+_PRODUCING_THREADS = 2
+"""Forward's and autograd's: torch keeps a workspace for each cuBLAS handle, and a handle for each thread."""
+
+
 @dataclasses.dataclass
 class Recording:
     """What a simulated step did, as events and figures."""
@@ -133,6 +137,9 @@ def _record_rank(
 ) -> Recording:
     parallel = make_parallel(model, job, policy, ledger, accelerator)
     parallel.claim_weights()
+    if accelerator is not None and attention.device_type == "cuda":
+        for _ in range(_PRODUCING_THREADS):
+            ledger.hold(accelerator.blas_workspace, "workspace", "")
     with ledger:
         batch = make_batch(model, ledger.device)
     optimizers = parallel.make_optimizer()
