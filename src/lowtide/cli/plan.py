@@ -51,6 +51,7 @@ def plan(
     optimizer: options.Optimizer = "adamw",  # noqa: ARG001
     optimizer_in_backward: options.OptimizerInBackward = False,  # noqa: ARG001
     attention: options.Attention = "auto",  # noqa: ARG001
+    trainer: options.Trainer = None,
     keep_gradients: options.KeepGradients = False,  # noqa: ARG001
     keep_output: options.KeepOutput = False,  # noqa: ARG001
     device: options.Device = None,  # noqa: ARG001
@@ -117,6 +118,7 @@ def plan(
     settings |= {
         "tokens": "8k" if tokens is None and not is_factory(model) else tokens,
         "engine": engine.value if engine else None,
+        "trainer": trainer.value if trainer else None,
         "base": "4bit" if four_bit else "plain",
     }
     if lora_targets is not None:
@@ -152,7 +154,7 @@ def _read_device(context: typer.Context, path: Path) -> Accelerator:
         give_up(str(error))
 
 
-_ON_PAGE = ("model", "tokens", "device", "ranks", "engine", "lora", "optimizer", "batch_size")
+_ON_PAGE = ("model", "tokens", "device", "ranks", "engine", "lora", "optimizer", "trainer", "batch_size")
 """The options with which the page begins."""
 
 
@@ -269,10 +271,14 @@ _OPTIONS = {"base": "--4bit"}
 """How a setting of a job is written on the command line, where it is not by its own name."""
 
 
+_REPLACES = {"device": ("device_file", "calibration", "budget"), "tokens": ("lengths",)}
+"""The options that a change leaves no room for: another card has its own memory, data sheet and measurements."""
+
+
 def _command_for(context: typer.Context, way: WayOut) -> str:
     """Return the command that was given, with a change that makes the step fit."""
     words = ["lowtide", "plan", str(context.params["model"])]
-    dropped = {*way.change, *(("budget",) if "device" in way.change else ())}
+    dropped = {*way.change, *(name for changed in way.change for name in _REPLACES.get(changed, ()))}
     for parameter in context.command.params:
         name = parameter.name or ""
         if is_given(context, name) and name not in (*dropped, "model", "output", "to"):
@@ -284,7 +290,7 @@ def _command_for(context: typer.Context, way: WayOut) -> str:
 
 
 def _written(option: str, value: Any) -> list[str]:
-    return [option] if value is True else [] if value is False else [option, str(value)]
+    return [option] if value is True else [] if value in (False, None) else [option, str(value)]
 
 
 def _find_largest(

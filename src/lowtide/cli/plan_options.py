@@ -27,6 +27,10 @@ class EngineName(enum.StrEnum):
     ZERO3 = "zero3"
 
 
+class TrainerName(enum.StrEnum):
+    TRL = "trl"
+
+
 def _in(panel: str) -> Any:
     """Return a function that declares an option of this group. A flag shows no type: it takes no value."""
 
@@ -93,6 +97,12 @@ OptimizerInBackward = Annotated[
 ]
 Attention = Annotated[str, _step(metavar="NAME", help="auto, flash, efficient, cudnn or math.")]
 
+Trainer = Annotated[
+    TrainerName | None,
+    _step(
+        metavar="NAME", help="trl: the step of TRL's SFTTrainer, whose head makes no logits. No policy tiles the loss."
+    ),
+]
 KeepGradients = Annotated[
     bool,
     _step("--keep-gradients", help="Gradients stay between steps: summed over batches, or set to zero and kept."),

@@ -20,7 +20,7 @@ from lowtide.html import KINDS as COLOURS
 from lowtide.html import TEMPLATES, render
 from lowtide.planning.page import code_for
 from lowtide.planning.planner import plan
-from lowtide.targets.job import ENGINES, OPTIMIZERS
+from lowtide.targets.job import ENGINES, OPTIMIZERS, TRAINERS
 from lowtide.targets.target import is_factory, known_models
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ QUESTIONS = {
     "lora": int,
     "base": str,
     "optimizer": str,
+    "trainer": str,
     "batch_size": int,
 }
 """What the page may ask: settings of `lowtide.plan`, with their types."""
@@ -92,6 +93,7 @@ def planner_page(plans: list[dict[str, Any]] | None = None, **chosen: Any) -> st
         devices=[{"name": row.name, "memory": row.memory} for row in load_table()],
         engines=ENGINES,
         optimizers=OPTIMIZERS,
+        trainers=TRAINERS,
         kinds=COLOURS,
     )
 

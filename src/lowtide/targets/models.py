@@ -113,7 +113,8 @@ def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         try:
             factory = getattr(importlib.import_module(module), function)
         except (Exception, SystemExit) as error:  # whatever the user's module raises when it is imported
-            raise PlanError(f"{name} cannot be imported: {error}") from error
+            logger.debug("%s cannot be imported", name, exc_info=error)
+            raise PlanError(f"{name} cannot be imported: {error} (lowtide -v shows where)") from error
         try:
             made = factory(**arguments)
         except LowtideError:
