@@ -48,6 +48,18 @@ def test_help_of_a_verb_says_what_exit_codes_mean(run, flag):
     assert "--import" in result.output
 
 
+VERBS = [(), *([command.callback.__name__] for command in app.registered_commands)]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids="".join)
+def test_help_shows_no_type_of_flags(run, verb, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = run(*verb, "--help").stdout
+    assert "--help" in shown
+    assert "<bool>" not in shown
+    assert "boolean" not in shown.lower()
+
+
 def test_what_the_library_logs_is_shown_beside_the_answer(run, monkeypatch: pytest.MonkeyPatch):
     examine = doctor.examine
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide
 from lowtide import planning
 from lowtide.cli import app
+from lowtide.cli.plan_table import print_largest
 from lowtide.cli.policies import EXAMPLES, WORDS
 from lowtide.errors import InvalidValueError
 from lowtide.hardware.accelerators import find_accelerator, resolve_accelerator
+from lowtide.planning.max_fit import MaxFit
 from lowtide.planning.result import WayOut
 from lowtide.targets.job import Job, make_job
 from lowtide.units import format_bytes
@@ -153,9 +157,8 @@ def test_a_budget_below_the_weights_is_refused_before_anything_is_simulated(conf
     assert data["peak_bytes"] == data["summary"]["resident_bytes"] > 0
 
 
-def test_options_are_shown_without_types_that_a_flag_does_not_have():
+def test_help_lists_the_gpus():
     result = CliRunner().invoke(app, ["plan", "--help"])
-    assert "<bool>" not in result.stdout.replace("--help    -h      <bool>", "")
     assert "RTX 4090" in result.stdout
 
 
@@ -232,6 +235,7 @@ def test_the_longest_sequence_of_one_policy(config: str):
     assert result.exit_code == 0, result.output
     assert "recompute" in result.stdout
     assert "tile" not in result.stdout, "only the policy that was asked for"
+    assert "each leaves 5 % of the memory free" in " ".join(result.stdout.split())
     assert run(config, "--device", "T4", "--longest", "--largest-batch").exit_code == 2
     assert run(config, "--device", "T4", "--longest", "--format", "html").exit_code == 2
 
@@ -280,6 +284,27 @@ def test_policies_are_told_apart_however_narrow_the_terminal_is(
     assert ("at the peak" in result.stdout) == (width > 110), "a sentence, where there is room for one"
     assert any(line.endswith("too much") for line in table) == (72 < width < 110), "else a figure"
     assert "…" not in result.stdout, "nothing is cut"
+
+
+@pytest.mark.parametrize("width", [72, 80])
+@pytest.mark.parametrize("dimension", ["tokens", "batch_size"])
+def test_the_table_of_longest_sequences_fits_a_narrow_terminal(width: int, dimension: str):
+    sample = make_plan(2**30).candidates[0].estimate
+    policies = ("none", "recompute+offload+tile(loss)", "recompute(keep=attention)+offload+tile(attention, mlp)")
+    slow = dataclasses.replace(sample, host_bytes=100 * 2**30, seconds=12_345.0)
+    found = [
+        MaxFit(policy=policy, most=1_048_576, estimate=slow, device_bytes=79 * 2**30, positions=131_072)
+        for policy in policies
+    ]
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    print_largest([*found, MaxFit(policy="offload", most=0, estimate=None)], dimension, console, 0.05)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    parts = [line.split()[0] for line in lines if line.strip()]
+    assert {"recompute(keep=attention)", "+offload+tile(attention,"} <= set(parts), "broken before a plus sign alone"
+    assert "1,048,576*" in lines[1]
+    assert "206 min" in lines[1]
+    assert "each leaves 5 % of the memory free" in " ".join(" ".join(lines).split())
 
 
 def test_both_tables_show_what_the_device_must_have(config: str):

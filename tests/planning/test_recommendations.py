@@ -146,6 +146,6 @@ def test_shares_and_durations_are_read_and_written_as_people_do():
     for wrong in ("5", "-1%", "much", True, 1.0):
         with pytest.raises(InvalidValueError, match="is not a share"):
             parse_share(wrong)
-    assert [format_seconds(seconds) for seconds in (4.5e-5, 0.0123, 1.95, 599, 1950)] == [
-        *("45 µs", "12.3 ms", "1.95 s", "599 s", "32.5 min")
+    assert [format_seconds(seconds) for seconds in (4.5e-5, 0.0123, 0.9997, 1.95, 599, 1950)] == [
+        *("45 µs", "12.3 ms", "1,000 ms", "1.95 s", "599 s", "32.5 min")
     ]

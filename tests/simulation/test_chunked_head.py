@@ -113,7 +113,8 @@ class TestAPlan:
         plan = lowtide.plan(TINY, tokens="32k", device="L40S", trainer="trl")
         with_trl = {candidate.policy: candidate for candidate in plan.candidates}
         assert not any("loss" in policy or policy.endswith("tile") for policy in with_trl)
-        assert {"recompute", "recompute+tile(mlp)", "recompute+tile(attention, mlp)"} <= set(with_trl)
+        assert plan.summary.tile_options == ["", "tile(mlp)", "tile(attention, mlp)"]
+        assert {"recompute", "recompute+tile(attention, mlp)"} <= set(with_trl)
         (usual,) = lowtide.plan(TINY, tokens="32k", device="L40S", policy="recompute").candidates
         logits = 32768 * TINY.vocab_size * 2
         assert with_trl["recompute"].device_bytes < usual.device_bytes - logits

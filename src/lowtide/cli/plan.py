@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from lowtide.cli import plan_options as options  # noqa: TC001  (Typer reads the annotations)
 from lowtide.cli.output import Format, check_output, format_option, give_up, is_given, refuse_unused, write
-from lowtide.cli.plan_table import headline, print_largest, print_plan, table_of
+from lowtide.cli.plan_table import headline, largest_table_of, print_largest, print_plan, table_of
 from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ def plan(
     [bold]lowtide plan Llama-3.1-8B --device H100 --longest[/]
     """
     from lowtide.errors import LowtideError
+    from lowtide.planning.planner import HEADROOM
     from lowtide.targets.target import is_factory
+    from lowtide.units import parse_share
 
     if serve:
         _serve(context, port)
@@ -131,8 +133,9 @@ def plan(
     try:
         if longest or largest_batch:
             dimension = "tokens" if longest else "batch_size"
-            found = _find_largest(model, settings, limits, policy, headroom or 0, dimension, cache=cache)
-            code = _show_largest(found, dimension, output, to)
+            share = HEADROOM if headroom is None else parse_share(headroom)
+            found = _find_largest(model, settings, limits, policy, share, dimension, cache=cache)
+            code = _show_largest(found, dimension, output, to, share)
         else:
             room = {} if headroom is None else {"headroom": headroom}
             asked = {**settings, **limits, **room, "policy": policy, "exact": exact, "cache": cache}
@@ -298,7 +301,7 @@ def _find_largest(
     settings: dict[str, Any],
     limits: dict[str, Any],
     policy: str | None,
-    headroom: float | str,
+    headroom: float,
     dimension: str,
     *,
     cache: bool,
@@ -307,7 +310,13 @@ def _find_largest(
     from lowtide.planning.max_fit import find_max
     from lowtide.targets.job import make_job
 
-    with progress_bar(Console(stderr=True), "building the model") as show:
+    known: list[MaxFit] = []
+    console = Console(stderr=True, highlight=False)
+
+    def rows() -> Any:
+        return largest_table_of(known, dimension, console) if known else ""
+
+    with progress_bar(console, "building the model", above=rows) as show:
         return find_max(
             model,
             make_job(**settings),
@@ -319,12 +328,13 @@ def _find_largest(
             policies=None if policy is None else [policy],
             cache=cache,
             progress=show,
+            on_row=known.append,
         )
 
 
-def _show_largest(found: list[MaxFit], dimension: str, output: Format, to: Path | None) -> int:
+def _show_largest(found: list[MaxFit], dimension: str, output: Format, to: Path | None, headroom: float) -> int:
     if output is Format.TEXT and to is None:
-        print_largest(found, dimension, Console(highlight=False))
+        print_largest(found, dimension, Console(highlight=False), headroom)
     elif output is Format.TEXT:
         write("\n".join(f"{row.policy}: {row.most}" for row in found), to)
     else:

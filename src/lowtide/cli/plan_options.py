@@ -32,10 +32,10 @@ class TrainerName(enum.StrEnum):
 
 
 def _in(panel: str) -> Any:
-    """Return a function that declares an option of this group. A flag shows no type: it takes no value."""
+    """Return a function that declares an option of this group."""
 
-    def option(*names: str, help: str, metavar: str = "", **settings: Any) -> Any:  # noqa: A002  (as in Typer)
-        return typer.Option(*names, help=help, metavar=metavar or " ", rich_help_panel=panel, **settings)
+    def option(*names: str, **settings: Any) -> Any:
+        return typer.Option(*names, rich_help_panel=panel, **settings)
 
     return option
 
@@ -131,8 +131,8 @@ Headroom = Annotated[
     str | None,
     _device(
         metavar="SHARE",
-        help="How much of it recommended policies leave free, e.g. 10%. Default: 5%; with --longest and "
-        "--largest-batch, nothing.",
+        help="How much of it recommended policies leave free, e.g. 10%, and what --longest and --largest-batch find. "
+        "Default: 5%.",
     ),
 ]
 HostBudget = Annotated[

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.html import KINDS as KIND_COLOURS
 from lowtide.html import LEGEND, TEMPLATES, Band, chart, dashed, render, stacked
 from lowtide.planning.result import KINDS
+from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
     from lowtide.planning.result import Candidate, Plan
@@ -69,7 +70,7 @@ def _timeline(plan: Plan) -> str | None:
         for kind in kinds
     ]
     hover = [
-        [point["phase"], point["region"] or "outside the regions", f"{point['seconds']:.3f} s"] for point in points
+        [point["phase"], point["region"] or "outside the regions", format_seconds(point["seconds"])] for point in points
     ]
     template = "%{customdata[0]}, %{customdata[1]}<br>at %{customdata[2]}: %{y:.2f} GiB"
     data = stacked(bands, list(range(len(points))), hover, template)

@@ -72,7 +72,8 @@ def give_chunked_head(model: nn.Module) -> None:
         backbone = self.base_model(*args, **{**kwargs, "use_cache": False})
         hidden, labels = backbone.last_hidden_state[:, :-1], labels[:, 1:]
         head, valid = self.get_output_embeddings(), labels != _IGNORED
-        found = _Chunked.apply(hidden[valid], head.weight, head.bias, labels[valid])
+        chosen = (hidden[valid], head.weight, head.bias, labels[valid])
+        found = _Chunked.apply(*chosen)  # type: ignore[no-untyped-call]
         log_probs, entropy, is_top = (each.new_zeros(valid.shape).masked_scatter(valid, each) for each in found)
         loss = -log_probs.sum() / valid.sum().clamp(min=1)
         return types.SimpleNamespace(loss=loss, log_probs=log_probs, entropy=entropy, is_top=is_top, mask=valid)

@@ -51,6 +51,8 @@ def _read_task(tasks: BinaryIO) -> Any:
 
 
 def _answer(replies: BinaryIO, run: Callable[[], Any], reply: Callable[[Any], Any]) -> Any:
+    answer: tuple[str, Any, str | None]
+    """How it went, what came of it, and where somebody else's code failed."""
     try:
         result = run()
         answer = ("ok", reply(result), None)
