@@ -20,7 +20,7 @@ from lowtide.planning.server import answer_of, planner_page
 from lowtide.units import parse_tokens
 
 PAGE = Path(__file__).parent.parent / "docs/planner.html"
-MODELS = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-4B")
+MODELS = ("Llama-3.1-8B", "Qwen3-8B")
 TOKENS = ("8k", "32k")
 DEVICE = "H100"
 LORA = 16
