@@ -110,8 +110,12 @@ plans-measured: .venv/.dev
 hardware: .venv/.dev
 	$(BIN)/python bench/hardware_page.py
 
+# An address of the project, from the one place where they stand; nothing while it is not filled in.
+url = $(shell $(BIN)/python -c "import tomllib; print(tomllib.load(open('pyproject.toml', 'rb'))['project']['urls'].get('$(1)', 'null'))")
+
 docs: .venv/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	LOWTIDE_DOCUMENTATION=$(call url,Documentation) LOWTIDE_REPOSITORY=$(call url,Repository) \
+		NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: .venv/.dev
 	rm -rf dist

@@ -1,8 +1,8 @@
 """Find the longest sequences that docs/plan_tables.md shows. Run `python -m bench.longest_sequences`.
 
-Every figure of ours is `lowtide plan … --longest --policy …`; the published ones are shown beside it, and nothing uses
-them. A search simulates every layer of the step that it ends with: the rows take some minutes each, unless the plans'
-cache has them.
+Every figure of ours is `lowtide plan … --headroom 0 --longest --policy …`; the published ones are shown beside it, and
+nothing uses them. A search simulates every layer of the step that it ends with: the rows take some minutes each, unless
+the plans' cache has them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PUBLISHED = {
 INTRODUCTION = f"""
 ## The longest sequence that fits
 
-Found by `lowtide plan … --host-budget {HOST} --longest`, for one sequence on each rank: with MLPs and the loss in
-tiles, and with attention in tiles, too. `bench/longest_sequences.py` writes the figures.
+Found by `lowtide plan … --host-budget {HOST} --headroom 0 --longest`, for one sequence on each rank: with MLPs and the
+loss in tiles, and with attention in tiles, too. `bench/longest_sequences.py` writes the figures.
 
 | model | GPU | `{POLICIES[0]}` | `{POLICIES[1]}` | | a step | published |
 |---|---|---|---|---|---|---|

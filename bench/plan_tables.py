@@ -13,7 +13,7 @@ from rich.console import Console
 
 import lowtide
 from bench import longest_sequences
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide import Plan
@@ -44,6 +44,7 @@ INTRODUCTION = """\
 Each row is one training step, simulated on a machine without a GPU. `bench/plan_tables.py` writes this page. Device
 figures are what one rank needs, including 0.5 GiB for the driver's context and 0.4 GiB for NCCL.
 Seconds come from data sheets and typical efficiencies: we claim only the order of the rows.
+[The planner](planner.html) is a page with more plans, to be tried with other GPUs and less memory.
 
 ## Beside published figures
 
@@ -87,6 +88,7 @@ def row(case: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "case": case,
         "budget": plan.budget,
         "best": plan.best.policy if plan.best else None,
+        "recommended": [{"why": why, "policy": candidate.policy} for why, candidate in plan.recommended],
         "why_not_faster": plan.why_not_faster,
         "candidates": [
             {
@@ -122,6 +124,10 @@ def beside(data: dict[str, Any]) -> str | None:
     return f"| {data['case']['tokens']} | {memory} GiB, {seconds} s | {' | '.join(cells)} |"
 
 
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
 def section(data: dict[str, Any]) -> str:
     case = data["case"]
     trained = f"LoRA {case['lora']}" if "lora" in case else "full fine-tuning"
@@ -135,14 +141,16 @@ def section(data: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
         *(
             f"| `{c['policy']}` | {'yes' if c['fits'] else 'no'} | {format_bytes(c['device_bytes'])} | "
-            f"{format_bytes(c['host_bytes']) if c['host_bytes'] else ''} | {c['seconds']:.3g} s | {c['limit']} |"
+            f"{format_bytes(c['host_bytes']) if c['host_bytes'] else ''} | {format_seconds(c['seconds'])} | "
+            f"{c['limit']} |"
             for c in data["candidates"]
         ),
         "",
-        f"Best: `{data['best']}`." if data["best"] else "Nothing fits.",
+        *(f"- {_sentence(one['why'])}: `{one['policy']}`." for one in data["recommended"]),
+        *([] if data["recommended"] else ["Nothing fits."]),
     ]
     if data["why_not_faster"]:
-        lines.append(f"Why nothing faster: {data['why_not_faster']}.")
+        lines.append(f"- Why nothing faster: {data['why_not_faster']}.")
     return "\n".join(lines) + "\n"
 
 

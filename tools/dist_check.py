@@ -2,9 +2,9 @@
 
     python tools/dist_check.py dist
 
-First without any extra: importing, `lowtide --help`, `lowtide doctor`, an audit. Then with the extras `sim` and `hf`:
-a tiny Llama trains under a policy on the emulated device, which is compiled into the user's cache, and `lowtide demo`
-runs. The versions are those of constraints.txt.
+First without any extra: importing, `lowtide --help`, `lowtide doctor`, an audit, and a plan, which says what it needs.
+Then with the extras `sim` and `hf`: a small plan, a tiny Llama trains under a policy on the emulated device, which is
+compiled into the user's cache, and `lowtide demo` runs. The versions are those of constraints.txt.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64
 report = lowtide.audit(model, (torch.randn(8, 16),), configure=lambda m: lowtide.apply(m, "recompute"))
 assert report.ok, str(report)
 """
+
+PLANNED = ("plan", "Llama-3.2-1B", "--tokens", "1k", "--device", "L40S", "--lora", "8", "--policy", "recompute")
 
 TRAINED = """
 import torch, transformers
@@ -69,6 +71,19 @@ class CleanEnvironment:
         command = [self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*command, "-c", ROOT / "constraints.txt", *requirements], check=True)
 
+    @property
+    def size(self) -> int:
+        """Return the bytes that all packages take on disk."""
+        return sum(path.lstat().st_size for path in self.bin.parent.rglob("*") if path.is_file())
+
+    def refusal(self, program: str, *arguments: str) -> str:
+        """Return what a program says that refuses to run."""
+        variables = self.variables | {"HOME": str(self.home)}
+        command = [self.bin / program, *arguments]
+        done = subprocess.run(command, env=variables, cwd=self.home, capture_output=True, text=True, check=False)
+        _require(done.returncode == 2, f"{program} {' '.join(arguments)}: exit code {done.returncode}")  # noqa: PLR2004
+        return done.stderr
+
     def run(self, program: str, *arguments: str) -> str:
         variables = self.variables | {"HOME": str(self.home)}
         command = [self.bin / program, *arguments]
@@ -96,9 +111,13 @@ def check(wheel: Path, directory: Path) -> None:
     clean.run("python", "-W", "error", "-c", AUDITED)
     _require("torch" in clean.run("lowtide", "doctor"), "lowtide doctor does not name torch")
     _require(not (clean.home / ".cache/lowtide").exists(), "something was written to the cache before it was asked for")
+    told = clean.refusal("lowtide", *PLANNED)
+    _require("uvx --from 'lowtide[hf]' lowtide" in told, f"a plan without transformers does not say what to do: {told}")
     tell("imports, lowtide --help, lowtide doctor and an audit work")
     clean.install(f"{wheel}[sim,hf]")
-    tell("installed with sim and hf")
+    tell(f"installed with sim and hf: {clean.size / 1e9:.2f} GB on disk")
+    _require("lowtide.apply(model" in clean.run("lowtide", *PLANNED), "lowtide plan prints no line to paste")
+    tell("a plan works")
     output = clean.run("python", "-W", "error::UserWarning:lowtide", "-c", TRAINED)
     cache = Path(output.splitlines()[-1])
     _require(cache.is_relative_to(clean.home / ".cache/lowtide"), f"the device was compiled in {cache}")

@@ -62,7 +62,7 @@ def format_seconds(seconds: float) -> str:
     """Write a duration with about three digits: `45 µs`, `12.3 ms`, `1.95 s`, `32.5 min`."""
     for unit, length in (("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= length * (10 if unit == "min" else 1):
-            return f"{seconds / length:.3g} {unit}" if seconds < 1000 * length else f"{seconds / length:,.0f} {unit}"
+            return f"{seconds / length:.3g} {unit}" if seconds < 999.5 * length else f"{seconds / length:,.0f} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
 

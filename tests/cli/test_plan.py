@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 import re
-from typing import TYPE_CHECKING
+import shlex
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide
+from lowtide import planning
 from lowtide.cli import app
+from lowtide.cli.plan_table import print_largest
 from lowtide.cli.policies import EXAMPLES, WORDS
+from lowtide.errors import InvalidValueError
+from lowtide.hardware.accelerators import find_accelerator, resolve_accelerator
+from lowtide.planning.max_fit import MaxFit
+from lowtide.planning.result import WayOut
+from lowtide.targets.job import Job, make_job
 from lowtide.units import format_bytes
 from support import needs_transformers_5
+from support.sample_plans import make_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,10 +81,72 @@ def test_what_would_fit_is_printed_as_commands(config: str):
     commands = [line for line in result.stdout.splitlines() if line.startswith("lowtide plan")]
     assert len(commands) == 2, result.stdout
     shorter, larger = (command.split()[2:] for command in commands)
-    assert "--budget" in shorter
-    assert "--budget" not in larger
+    assert "900MiB" in shorter
+    assert larger[larger.index("--budget") + 1].endswith("GiB"), "the same card has more"
     assert 0 < int(shorter[shorter.index("--tokens") + 1]) < 16 * 1024
     assert run(*shorter).exit_code == 0, "the command does what it says"
+
+
+def questions(folder: Path) -> list[tuple[str, ...]]:
+    """Questions with options that some change leaves no room for."""
+    (folder / "lengths.txt").write_text("512\n2k\n")
+    sheet = {"name": "mine", "memory": "20GiB", "half_tflops": 100, "single_tflops": 50}
+    rates = {"bandwidth_gb": 800, "link_gb": 25, "network_gb": 25, "source": "a data sheet"}
+    (folder / "sheet.json").write_text(json.dumps({**sheet, **rates}))
+    card = find_accelerator("L40S")
+    measured = {"accelerator": card.name, "efficiencies": dataclasses.asdict(card.efficiencies)}
+    (folder / "calibration.json").write_text(json.dumps(measured))
+    return [
+        ("--device", "L40S", "--lengths", str(folder / "lengths.txt")),
+        ("--device-file", str(folder / "sheet.json"), "--tokens", "4k", "--batch-size", "2"),
+        ("--device", "L40S", "--calibration", str(folder / "calibration.json"), "--budget", "20GiB", "--exact"),
+        ("--device", "L40S", "--lora", "8", "--lora-dtype", "bf16", "--lora-targets", "q_proj,v_proj"),
+        ("--device", "L40S", "--ranks", "4", "--engine", "zero1", "--no-cache", "--format", "text"),
+        ("--device", "L40S", "--ranks", "4", "--engine", "fsdp2", "--no-reshard", "--units", "ends"),
+    ]
+
+
+CHANGES = (
+    *({"batch_size": 1}, {"optimizer": "adamw8bit"}, {"lora": 16}, {"lora": 16, "base": "4bit"}, {"base": "4bit"}),
+    *({"ranks": 8, "engine": "fsdp2"}, {"tokens": 1024}, {"device": "H200"}, {"budget": "30GiB"}, {"budget": None}),
+)
+
+
+def test_every_command_that_is_printed_is_one_that_is_taken(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[dict] = []
+    ways: list[WayOut] = []
+
+    def plan(model: str, **settings: Any) -> lowtide.Plan:
+        """Check the question as the real one does, and find ways out of it that the job allows."""
+        asked.append(settings)
+        resolve_accelerator(settings["device"], settings["calibration"])
+        job = make_job(**{name: value for name, value in settings.items() if name in _OF_JOBS})
+        ways.clear()
+        for change in CHANGES:
+            with contextlib.suppress(InvalidValueError):
+                dataclasses.replace(job, **{name: value for name, value in change.items() if name in _OF_JOBS})
+                ways.append(WayOut(change=change, policy="recompute", device_bytes=1))
+        return dataclasses.replace(make_plan(2**30), candidates=[], best=None, fastest=None, ways_out=[*ways])
+
+    monkeypatch.setattr(planning, "plan", plan)
+    for question in questions(tmp_path):
+        shown = run(config, *question)
+        assert shown.exit_code == 1, shown.output
+        given, changes = asked[-1], [way.change for way in ways]
+        commands = [line for line in shown.stdout.splitlines() if line.startswith("lowtide plan")]
+        assert len(commands) == len(changes) >= 5
+        for command, change in zip(commands, changes, strict=True):
+            result = CliRunner().invoke(app, shlex.split(command)[1:])
+            assert result.exit_code == 1, (command, result.output)
+            assert all(str(asked[-1][name]) == str(value) for name, value in change.items()), command
+            told = ("progress", "on_candidate")
+            differs = {name for name in given if asked[-1][name] != given[name] and name not in told}
+            assert differs <= {*change, "calibration", "budget"}, "nothing else is another question"
+
+
+_OF_JOBS = {field.name for field in dataclasses.fields(Job)}
 
 
 def test_a_budget_below_the_weights_is_refused_before_anything_is_simulated(config: str):
@@ -82,9 +157,8 @@ def test_a_budget_below_the_weights_is_refused_before_anything_is_simulated(conf
     assert data["peak_bytes"] == data["summary"]["resident_bytes"] > 0
 
 
-def test_options_are_shown_without_types_that_a_flag_does_not_have():
+def test_help_lists_the_gpus():
     result = CliRunner().invoke(app, ["plan", "--help"])
-    assert "<bool>" not in result.stdout.replace("--help    -h      <bool>", "")
     assert "RTX 4090" in result.stdout
 
 
@@ -109,6 +183,45 @@ def test_json_and_html(config: str, tmp_path: Path):
     assert "The step over time" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [("build", "raise KeyError(count)"), ("model", "loss = x.no_such_thing"), ("no_such", "getattr(")],
+)
+def test_minus_v_shows_where_code_of_the_users_failed(
+    function: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "failing_factories.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    question = ("plan", f"failing_factories:{function}", "--device", "L40S", "--policy", "none")
+    told = CliRunner().invoke(app, ["-v", *question])
+    assert told.exit_code == 2
+    assert "(lowtide -v shows where)" in told.stderr
+    assert line in told.stderr
+    assert "Traceback" in told.stderr
+
+
+FAILING = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(3)
+        )
+
+    def forward(self, x):
+        loss = x.no_such_thing
+        return loss
+
+def model():
+    return Model(), torch.ones(2, 4)
+
+def build(count=2):
+    raise KeyError(count)
+"""
+
+
 def test_exit_codes(config: str):
     assert run(config, "--device", "L40S", "--budget", "100MiB", "--policy", "recompute").exit_code == 1
     refused = run(config, "--device", "L4000")
@@ -122,6 +235,7 @@ def test_the_longest_sequence_of_one_policy(config: str):
     assert result.exit_code == 0, result.output
     assert "recompute" in result.stdout
     assert "tile" not in result.stdout, "only the policy that was asked for"
+    assert "each leaves 5 % of the memory free" in " ".join(result.stdout.split())
     assert run(config, "--device", "T4", "--longest", "--largest-batch").exit_code == 2
     assert run(config, "--device", "T4", "--longest", "--format", "html").exit_code == 2
 
@@ -170,6 +284,27 @@ def test_policies_are_told_apart_however_narrow_the_terminal_is(
     assert ("at the peak" in result.stdout) == (width > 110), "a sentence, where there is room for one"
     assert any(line.endswith("too much") for line in table) == (72 < width < 110), "else a figure"
     assert "…" not in result.stdout, "nothing is cut"
+
+
+@pytest.mark.parametrize("width", [72, 80])
+@pytest.mark.parametrize("dimension", ["tokens", "batch_size"])
+def test_the_table_of_longest_sequences_fits_a_narrow_terminal(width: int, dimension: str):
+    sample = make_plan(2**30).candidates[0].estimate
+    policies = ("none", "recompute+offload+tile(loss)", "recompute(keep=attention)+offload+tile(attention, mlp)")
+    slow = dataclasses.replace(sample, host_bytes=100 * 2**30, seconds=12_345.0)
+    found = [
+        MaxFit(policy=policy, most=1_048_576, estimate=slow, device_bytes=79 * 2**30, positions=131_072)
+        for policy in policies
+    ]
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    print_largest([*found, MaxFit(policy="offload", most=0, estimate=None)], dimension, console, 0.05)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    parts = [line.split()[0] for line in lines if line.strip()]
+    assert {"recompute(keep=attention)", "+offload+tile(attention,"} <= set(parts), "broken before a plus sign alone"
+    assert "1,048,576*" in lines[1]
+    assert "206 min" in lines[1]
+    assert "each leaves 5 % of the memory free" in " ".join(" ".join(lines).split())
 
 
 def test_both_tables_show_what_the_device_must_have(config: str):

@@ -28,6 +28,17 @@ def test_the_page_has_the_table_the_line_and_the_reasons():
     assert code_for(plan.best) == 'lowtide.apply(model, "recompute; *.0: none")'
 
 
+def test_what_is_trained_and_long_steps_are_said_as_people_do():
+    job = Job(tokens=4096, lora=16, base="4bit")
+    plan = dataclasses.replace(make_plan(20 * GIB), job=job)
+    assert "LoRA 16 (fp32) in all projections on a 4-bit base, 1 x 4096 tokens" in str(plan)
+    slow = dataclasses.replace(plan.best, estimate=dataclasses.replace(plan.best.estimate, seconds=1230.0))
+    plan = dataclasses.replace(plan, candidates=[plan.candidates[0], slow], best=slow, fastest=slow)
+    for text in (str(plan), plan.to_html()):
+        assert "20.5 min" in text
+        assert "1.23e+03" not in text
+
+
 def test_a_plan_in_which_nothing_fits_says_so():
     plan = make_plan(4 * GIB)
     assert "does not fit" in plan.to_html()

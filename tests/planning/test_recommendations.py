@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -65,34 +66,79 @@ class Simulated:
 
     builds_model = True
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, weights: int = 16) -> None:
         self.job = job
+        self.weights = weights
+        self.estimates = 0
 
     def change_job(self, job: Job) -> None:
         self.job = job
 
     @property
     def summary(self):
-        weights = (4 if self.job.base == "4bit" else 16) / (self.job.ranks if self.job.shards_weights else 1)
+        weights = (
+            self.weights / (4 if self.job.base == "4bit" else 1) / (self.job.ranks if self.job.shards_weights else 1)
+        )
         return dataclasses.replace(make_plan(GIB).summary, resident_bytes=int(weights * GIB))
 
     def estimate(self, policy: str, *, exact: bool):
         assert not exact
+        self.estimates += 1
         needed = self.summary.resident_bytes + self.job.tokens * GIB // 1024
         return dataclasses.replace(make_plan(GIB).candidates[0].estimate, policy=policy, needed_bytes=needed)
 
 
+def ask(job: Job, **settings: Any) -> tuple[list[WayOut], str | None, Simulated]:
+    simulated = Simulated(job, settings.pop("weights", 16))
+    question = {"budget": 20 * GIB, "host_budget": 2 * CARD.memory, "headroom": 0.05, **settings}
+    ways, none_helps = find_ways_out(Question(simulated, job, CARD, "recompute", **question), lambda _: None)
+    return ways, none_helps, simulated
+
+
 def test_ways_out_are_tried_from_the_smallest_change_on():
-    job = Job(tokens=8192)
-    question = Question(Simulated(job), job, CARD, "recompute", 20 * GIB, 80 * GIB, 0.05)
-    ways = find_ways_out(question, lambda _: None)
+    ways, none_helps, _ = ask(Job(tokens=8192), budget=CARD.memory // 2)
     assert [way.change for way in ways] == [
         {"lora": 16, "base": "4bit"},
         {"ranks": 2, "engine": "fsdp2"},
-        {"tokens": 2048},
-        {"device": "RTX 5090"},
+        {"tokens": 4096},
+        {"budget": "26GiB"},
     ]
+    assert none_helps is None
     assert str(WayOut(change={"lora": 16}, policy="recompute", device_bytes=GIB)) == "lora=16: 1 GiB with recompute"
+
+
+def test_a_larger_device_is_larger_than_the_card_and_not_than_the_budget():
+    for budget in (20 * GIB, CARD.memory):
+        ways, _, _ = ask(Job(tokens=50 * 1024), budget=budget)
+        assert ways[-1].change == {"device": "H100"}
+    ways, _, _ = ask(Job(tokens=25 * 1024 + 512), budget=20 * GIB)
+    assert ways[-1].change == {"budget": None}, "all of the card"
+    ways, _, _ = ask(Job(tokens=50 * 1024), host_budget=GIB, known=None)
+    assert "device" in ways[-1].change, "this step needs no host memory"
+
+
+def test_four_bits_are_offered_under_fsdp2():
+    job = Job(tokens=8192, lora=16, ranks=2, engine="fsdp2")
+    ways, _, _ = ask(job, budget=14 * GIB)
+    assert {"base": "4bit"} in [way.change for way in ways]
+    ways, _, _ = ask(dataclasses.replace(job, engine="zero3"), budget=14 * GIB)
+    assert {"base": "4bit"} not in [way.change for way in ways], "a job refuses it"
+
+
+def test_where_nothing_helps_it_is_said_what_was_tried():
+    ways, none_helps, simulated = ask(Job(tokens=2048), budget=GIB, weights=900)
+    assert ways == []
+    assert none_helps == (
+        "no change that was tried makes it fit: optimizer=adamw8bit, lora=16, lora=16 with base=4bit, ranks=2 with "
+        "engine=fsdp2, ranks=4 with engine=fsdp2, ranks=8 with engine=fsdp2, fewer tokens, a larger device"
+    )
+    assert simulated.estimates == 0, "no device has room for the weights"
+
+
+def test_figures_that_are_known_are_not_simulated_again():
+    known = Simulated(Job(tokens=50 * 1024)).estimate("recompute", exact=False)
+    before = ask(Job(tokens=50 * 1024))[2].estimates
+    assert ask(Job(tokens=50 * 1024), known=known)[2].estimates == before - 1
 
 
 def test_shares_and_durations_are_read_and_written_as_people_do():
@@ -100,6 +146,6 @@ def test_shares_and_durations_are_read_and_written_as_people_do():
     for wrong in ("5", "-1%", "much", True, 1.0):
         with pytest.raises(InvalidValueError, match="is not a share"):
             parse_share(wrong)
-    assert [format_seconds(seconds) for seconds in (4.5e-5, 0.0123, 1.95, 599, 1950)] == [
-        *("45 µs", "12.3 ms", "1.95 s", "599 s", "32.5 min")
+    assert [format_seconds(seconds) for seconds in (4.5e-5, 0.0123, 0.9997, 1.95, 599, 1950)] == [
+        *("45 µs", "12.3 ms", "1,000 ms", "1.95 s", "599 s", "32.5 min")
     ]

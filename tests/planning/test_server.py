@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lowtide.errors import InvalidValueError
-from lowtide.planning.server import PlannerServer, answer_of, planner_page, read_question, serving
-from support.browser import needs_browser, show
+from lowtide.planning.server import PlannerServer, Run, answer_of, planner_page, read_question, serving
+from lowtide.units import format_seconds
+from support.browser import needs_browser, show, visit, with_probe
 from support.sample_plans import GIB, make_plan
 
 if TYPE_CHECKING:
@@ -92,6 +93,89 @@ def test_a_new_question_ends_the_last_plan():
         assert "ended" in first.state(0)["error"]
 
 
+def test_whatever_ends_a_plan_is_told_to_the_page(caplog: pytest.LogCaptureFixture):
+    def fail(**_: Any) -> Any:
+        raise ZeroDivisionError("by nothing")
+
+    with caplog.at_level("DEBUG", "lowtide"), serving(PlannerServer(make_plan=fail)) as address:
+        post(address, QUESTION)
+        state = wait_for(address, "finished")
+    assert state["error"] == "the plan failed: ZeroDivisionError: by nothing (lowtide -v shows where)"
+    assert "ZeroDivisionError" in caplog.text
+
+
+WATCH = """
+  window.seen = [];
+  setInterval(() => seen.push(document.querySelectorAll("#rows tbody tr").length), 50);
+</script><script>
+"""
+
+
+class TestTheServedPageInABrowser:
+    @needs_browser
+    def test_rows_a_timeline_and_the_line_to_paste(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        planner, state = Planner(), Run.state
+
+        def state_then_go_on(run: Run, after: int) -> dict[str, Any]:
+            """Let the plan end as soon as the page was told of its first row: its time is not ours."""
+            found = state(run, after)
+            if found["rows"]:
+                planner.go_on.set()
+                run._thread.join(5)
+            return found
+
+        monkeypatch.setattr(Run, "state", state_then_go_on)
+        server = PlannerServer(make_plan=planner, model="Llama-3.1-8B", tokens=48 * 1024, device="L40S", lora=16)
+        server.page = with_probe(
+            server.page,
+            """return {
+              seen, tokens: document.getElementById("tokens-shown").textContent,
+              status: document.getElementById("status").textContent,
+              rows: [...document.querySelectorAll("#rows tbody tr")].map(row => row.textContent),
+              paste: [...document.querySelectorAll("pre.paste")].map(line => line.textContent),
+              areas: document.querySelectorAll("#timeline polygon").length,
+              loaded: performance.getEntriesByType("resource").map(entry => new URL(entry.name).host),
+            }""",
+        ).replace("<script>\nconst plans", f"<script>{WATCH}\nconst plans")
+        with serving(server) as address:
+            shown = visit(address, tmp_path)
+        answer = shown.answer
+        assert shown.console == []
+        assert planner.asked == [
+            {"model": "Llama-3.1-8B", "tokens": "49152", "device": "L40S", "ranks": 1, "lora": 16, "base": "plain"}
+            | {"optimizer": "adamw", "batch_size": 1}
+        ], "a length that is no power of two is asked for as it is"
+        assert answer["tokens"] == "49,152"
+        assert {0, 1, 2} >= set(answer["seen"]) >= {1, 2}, "the first row was there before the last"
+        assert answer["status"].startswith("tiny, full fine-tuning, 1 x 4096 tokens")
+        assert len(answer["rows"]) == 2
+        assert "30.55 GiB" in answer["rows"][0]
+        assert answer["paste"] == ['copylowtide.apply(model, "none")'], "judged for the memory of the slider"
+        assert answer["areas"] == 2
+        assert set(answer["loaded"]) == {address.split("/")[2]}, "nothing comes from elsewhere"
+
+    @needs_browser
+    def test_a_plan_that_fails_does_not_leave_it_waiting(self, tmp_path: Path):
+        def fail(**_: Any) -> Any:
+            raise ZeroDivisionError("by nothing")
+
+        server = PlannerServer(make_plan=fail, model="Llama-3.1-8B")
+        server.page = with_probe(server.page, 'return document.getElementById("status").textContent')
+        with serving(server) as address:
+            assert "the plan failed: ZeroDivisionError: by nothing" in visit(address, tmp_path).answer
+
+
+def test_the_slider_has_the_usual_lengths_the_asked_one_and_those_of_plans():
+    def lengths(page: str) -> list[int]:
+        return json.loads(page.partition("lengths = ")[2].partition(";")[0])
+
+    usual = lengths(planner_page())
+    assert usual == [2**power for power in range(10, 21)]
+    assert lengths(planner_page(tokens=48 * 1024)) == sorted([*usual, 48 * 1024])
+    plans = [{**answer_of(make_plan(20 * GIB)), "model": "tiny", "device": "L40S", "tokens": n} for n in (12288, 8192)]
+    assert lengths(planner_page(plans)) == [8192, 12288]
+
+
 def test_only_pages_of_this_machine_are_answered():
     server = PlannerServer(make_plan=Planner())
     assert server.server_address[0] == "127.0.0.1"
@@ -120,7 +204,7 @@ def test_a_question_has_known_settings_of_known_types():
 @needs_browser
 def test_a_page_with_plans_judges_them_again_for_another_memory(tmp_path: Path):
     plan = make_plan(20 * GIB)
-    answer = {**answer_of(plan), "model": "tiny", "tokens": 8192}
+    answer = {**answer_of(plan), "model": "tiny", "tokens": 8192, "device": "L40S"}
     probe = """
       const verdicts = () => [...document.querySelectorAll("#rows tbody tr")].map(row => row.className);
       const before = verdicts(), slider = document.querySelector("[name=budget]");
@@ -128,13 +212,17 @@ def test_a_page_with_plans_judges_them_again_for_another_memory(tmp_path: Path):
       slider.dispatchEvent(new Event("input", { bubbles: true }));
       return { before, after: verdicts(), paste: document.querySelector("pre.paste code").textContent,
                areas: document.querySelectorAll("#timeline polygon").length,
+               status: document.getElementById("status").textContent,
+               durations: [4.5e-5, 0.0123, 1.95, 599, 1950, 123456].map(duration),
                loaded: performance.getEntriesByType("resource").length };
     """
-    page = planner_page([answer], device="L40S")
+    page = planner_page([answer])
     shown = show(page, tmp_path, probe=probe)
     assert shown.console == []
     assert shown.answer["before"] == ["fits", "fits"]
     assert shown.answer["after"] == ["no", "fits"]
     assert shown.answer["paste"] == 'lowtide.apply(model, "recompute; *.0: none")'
     assert shown.answer["areas"] == 2
+    assert shown.answer["durations"] == [*map(format_seconds, (4.5e-5, 0.0123, 1.95, 599, 1950, 123456))]
+    assert shown.answer["status"].endswith("Seconds are of the L40S")
     assert shown.answer["loaded"] == 0

@@ -54,6 +54,26 @@ def test_every_requirement_is_pinned_and_admits_its_pin():
             assert requirement.specifier.contains(pins[requirement.name]), requirement
 
 
+def test_the_projects_addresses_stand_in_one_place():
+    """A person fills them in; nothing here may guess them, and nothing may repeat them."""
+    addresses = metadata()["urls"]
+    assert addresses.keys() <= {"Repository", "Documentation"}
+    assert all(address.startswith("https://") for address in addresses.values())
+    site, makefile = (ROOT / "mkdocs.yml").read_text(), (ROOT / "Makefile").read_text()
+    for name, setting in (("Documentation", "site_url"), ("Repository", "repo_url")):
+        variable = f"LOWTIDE_{name.upper()}"
+        assert f"\n{setting}: !ENV [{variable}, null]" in site
+        assert f"{variable}=$(call url,{name})" in makefile
+    guesses = re.compile(
+        r"(github\.com/[\w-]*lowtide|lowtide[\w-]*\.(io|dev|org)|readthedocs\.\w+/lowtide|lowtide\.readthedocs)"
+    )
+    repeated = [*addresses.values()]
+    for page in (*PAGES, ROOT / "mkdocs.yml", ROOT / "Makefile"):
+        text = page.read_text()
+        assert not guesses.search(text), page.name
+        assert not any(address in text for address in repeated), page.name
+
+
 def test_the_extras_are_there():
     assert set(metadata()["optional-dependencies"]) == {"hf", "deepspeed", "html", "sim", "dev", "docs"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 from pathlib import Path
@@ -15,10 +16,13 @@ import lowtide.auditing
 import lowtide.hardware
 import lowtide.planning
 import lowtide.simdevice
-from bench import longest_sequences, plan_tables
+from bench import longest_sequences, plan_tables, planner_page
 from lowtide.hardware.accelerators import load_table
+from lowtide.planning import server
 from lowtide.targets.target import known_models
+from lowtide.units import parse_tokens
 from models.tiny import IS_4
+from support.browser import needs_browser, show
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -38,6 +42,62 @@ def test_the_zoo_page_shows_the_records():
 def test_the_plan_tables_show_the_plans():
     plans, longest = (json.loads((DOCS / name).read_text()) for name in ("plans.json", "longest.json"))
     assert (DOCS / "plan_tables.md").read_text() == plan_tables.page(plans, longest)
+
+
+class TestThePlanner:
+    """docs/planner.html, which `bench/planner_page.py` writes, and re-renders with `--again`."""
+
+    PAGE = (DOCS / "planner.html").read_text()
+    PLANS = planner_page.plans_of(PAGE)
+
+    def test_it_is_what_the_program_makes_of_its_plans(self):
+        pytest.importorskip("jinja2", reason="the html extra is not installed")
+        assert server.planner_page(self.PLANS) == self.PAGE
+        assert len(self.PAGE) < 1_500_000
+
+    def test_every_model_has_every_length(self):
+        found = [(plan["model"], plan["tokens"]) for plan in self.PLANS]
+        wanted = itertools.product(planner_page.MODELS, map(parse_tokens, planner_page.TOKENS))
+        assert found == list(wanted)
+        assert {plan["device"] for plan in self.PLANS} == {planner_page.DEVICE}
+
+    def test_its_rows_agree_with_what_it_recommends(self):
+        for plan in self.PLANS:
+            rows = {row["policy"]: row for row in plan["rows"]}
+            assert len(rows) > 10
+            assert plan["timeline"]
+            assert plan["shown"] == plan["recommended"][0]["policy"]
+            fastest = rows[plan["recommended"][-1]["policy"]]
+            for row in rows.values():
+                has_room = row["device_bytes"] <= (1 - plan["headroom"]) * plan["budget"]
+                fits = has_room and row["host_bytes"] <= plan["host_budget"]
+                assert not fits or row["seconds"] >= fastest["seconds"]
+                assert row["code"] == f'lowtide.apply(model, "{row["policy"]}")'
+            most = max(sum(point["bytes"].values()) for point in plan["timeline"])
+            assert most <= rows[plan["shown"]]["device_bytes"] <= 1.5 * most
+
+    @needs_browser
+    def test_a_browser_shows_it(self, tmp_path: Path):
+        probe = """
+          const rows = () => document.querySelectorAll("#rows tbody tr").length, before = rows();
+          const slider = document.querySelector("[name=tokens]"), first = document.getElementById("status").textContent;
+          slider.value = 1;
+          slider.dispatchEvent(new Event("input", { bubbles: true }));
+          return { before, after: rows(), first, then: document.getElementById("status").textContent, max: slider.max,
+                   paste: document.querySelector("pre.paste code").textContent };
+        """
+        shown = show(self.PAGE, tmp_path, probe=probe)
+        short, long = self.PLANS[:2]
+        assert shown.console == []
+        assert (shown.answer["before"], shown.answer["after"]) == (len(short["rows"]), len(long["rows"]))
+        assert shown.answer["first"] == f"{short['title']}. Seconds are of the {short['device']}"
+        assert shown.answer["then"] == f"{long['title']}. Seconds are of the {long['device']}"
+        assert shown.answer["max"] == "1", "the slider has the lengths of the plans alone"
+        assert shown.answer["paste"].startswith("lowtide.apply(model, ")
+
+    def test_the_docs_lead_to_it(self):
+        assert "planner.html" in (ROOT / "mkdocs.yml").read_text()
+        assert all("(planner.html)" in (DOCS / name).read_text() for name in ("plan.md", "plan_tables.md"))
 
 
 def test_every_longest_sequence_of_the_tables_is_known():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from lowtide.hardware.accelerators import find_accelerator
+from lowtide.policy.rules import joined
+from lowtide.simulation import simulator
+from lowtide.simulation.region_costs import region_policies
 from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import Job
 from lowtide.targets.models import build
@@ -175,3 +178,26 @@ def test_more_tokens_take_more():
     assert long.peak_bytes > short.peak_bytes
     assert long.seconds > short.seconds
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.slow
+def test_a_whole_table_takes_few_operations(monkeypatch: pytest.MonkeyPatch):
+    """Each policy is simulated with two short stacks, once; what the solver asks for is known by then."""
+    done: list[tuple[str, int]] = []
+    simulate = simulator.simulate
+
+    def counted(*arguments: Any) -> Any:
+        recording = simulate(*arguments)
+        done.append((str(arguments[3]), recording.operations))
+        return recording
+
+    monkeypatch.setattr(simulator, "simulate", counted)
+    asked = Simulator(find_target("Llama-3.1-8B"), Job(tokens=8192, lora=16), find_accelerator("H100"))
+    policies = {tile: region_policies(tile) for tile in asked.summary.tile_options}
+    for tile, chosen in policies.items():
+        for policy in chosen:
+            asked.estimate(joined(policy, tile), exact=False)
+        asked.costs(tile, chosen)
+    assert len(done) == 2 * sum(map(len, policies.values()))
+    assert sum(operations for _, operations in done) <= 250_000
+    assert max(operations for _, operations in done) <= 20_000, "no stack is whole"

@@ -47,10 +47,21 @@ class Shown:
         return Image.open(self.screenshot).convert("RGB").getpixel((x, y))
 
 
+def with_probe(page: str, probe: str) -> str:
+    """Add a script to a page that asks it things a second after it has loaded: `probe`, a function's body."""
+    return page.replace("</body>", PROBE % probe + "</body>")
+
+
 def show(page: str, folder: Path, *, scheme: str = "light", fragment: str = "", probe: str = "return {}") -> Shown:
-    """Open a page with a script that asks it things, `probe`, a function's body."""
-    file, screenshot = folder / "page.html", folder / f"{scheme}.png"
-    file.write_text(page.replace("</body>", PROBE % probe + "</body>"))
+    """Open a page from a file, with a probe."""
+    file = folder / "page.html"
+    file.write_text(with_probe(page, probe))
+    return visit(f"{file.as_uri()}{fragment}", folder, scheme=scheme)
+
+
+def visit(address: str, folder: Path, *, scheme: str = "light") -> Shown:
+    """Open a page that has a probe."""
+    screenshot = folder / f"{scheme}.png"
     command = [
         str(CHROMIUM),
         "--headless",
@@ -64,7 +75,7 @@ def show(page: str, folder: Path, *, scheme: str = "light", fragment: str = "", 
         "--enable-logging=stderr",
         f"--screenshot={screenshot}",
         "--dump-dom",
-        f"{file.as_uri()}{fragment}",
+        address,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     answer = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, flags=re.DOTALL)

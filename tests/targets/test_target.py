@@ -320,7 +320,9 @@ SIZES = {
 
 def test_without_transformers_a_model_type_is_not_called_unknown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)
-    with pytest.raises(MissingDependencyError, match=r"'llama' by name needs transformers.*lowtide\[hf\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"'llama' by name needs transformers.*uvx --from 'lowtide\[hf\]' lowtide"
+    ):
         find_target("llama")
 
 

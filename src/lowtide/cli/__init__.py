@@ -13,6 +13,7 @@ from lowtide._version import __version__
 from lowtide.cli.audit import audit
 from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
+from lowtide.cli.output import Command, Group
 from lowtide.cli.plan import calibrate, plan
 from lowtide.cli.policies import policies
 from lowtide.cli.selftest import selftest
@@ -23,20 +24,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="lowtide",
+    cls=Group,
     help="Keep the activation memory of PyTorch training low, and prove that the gradients are still right.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(audit)
-app.command()(doctor)
-app.command()(plan)
-app.command()(policies)
-app.command()(trace)
-app.command()(calibrate)
-app.command()(selftest)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(audit)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(plan)
+app.command(cls=Command)(policies)
+app.command(cls=Command)(trace)
+app.command(cls=Command)(calibrate)
+app.command(cls=Command)(selftest)
 
 
 def _print_version(wanted: bool) -> None:

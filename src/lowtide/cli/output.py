@@ -9,11 +9,34 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from lowtide.targets import FORMS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class Command(TyperCommand):
+    """A verb whose help shows no type for flags: they take no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The command itself, whose help shows no type for flags."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+def _without_types_of_flags(parameters: Any) -> Any:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and not parameter.metavar:
+            parameter.metavar = " "
+    return parameters
+
 
 MODEL_HELP = (
     f"The model: {FORMS}. A factory returns (model, batch), (model, batch, options) with keywords of lowtide.audit, or "

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from lowtide.cli import plan_options as options  # noqa: TC001  (Typer reads the annotations)
 from lowtide.cli.output import Format, check_output, format_option, give_up, is_given, refuse_unused, write
-from lowtide.cli.plan_table import headline, print_largest, print_plan, table_of
+from lowtide.cli.plan_table import headline, largest_table_of, print_largest, print_plan, table_of
 from lowtide.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def plan(
     optimizer: options.Optimizer = "adamw",  # noqa: ARG001
     optimizer_in_backward: options.OptimizerInBackward = False,  # noqa: ARG001
     attention: options.Attention = "auto",  # noqa: ARG001
+    trainer: options.Trainer = None,
     keep_gradients: options.KeepGradients = False,  # noqa: ARG001
     keep_output: options.KeepOutput = False,  # noqa: ARG001
     device: options.Device = None,  # noqa: ARG001
@@ -103,7 +104,9 @@ def plan(
     [bold]lowtide plan Llama-3.1-8B --device H100 --longest[/]
     """
     from lowtide.errors import LowtideError
+    from lowtide.planning.planner import HEADROOM
     from lowtide.targets.target import is_factory
+    from lowtide.units import parse_share
 
     if serve:
         _serve(context, port)
@@ -119,6 +122,7 @@ def plan(
     settings |= {
         "tokens": "8k" if tokens is None and not is_factory(model) else tokens,
         "engine": engine.value if engine else None,
+        "trainer": trainer.value if trainer else None,
         "base": "4bit" if four_bit else "plain",
     }
     if lora_targets is not None:
@@ -131,8 +135,9 @@ def plan(
     try:
         if longest or largest_batch:
             dimension = "tokens" if longest else "batch_size"
-            found = _find_largest(model, settings, limits, policy, headroom or 0, dimension, cache=cache)
-            code = _show_largest(found, dimension, output, to)
+            share = HEADROOM if headroom is None else parse_share(headroom)
+            found = _find_largest(model, settings, limits, policy, share, dimension, cache=cache)
+            code = _show_largest(found, dimension, output, to, share)
         else:
             room = {} if headroom is None else {"headroom": headroom}
             asked = {**settings, **limits, **room, "policy": policy, "exact": exact, "cache": cache}
@@ -154,7 +159,7 @@ def _read_device(context: typer.Context, path: Path) -> Accelerator:
         give_up(str(error))
 
 
-_ON_PAGE = ("model", "tokens", "device", "ranks", "engine", "lora", "optimizer", "batch_size")
+_ON_PAGE = ("model", "tokens", "device", "ranks", "engine", "lora", "optimizer", "trainer", "batch_size")
 """The options with which the page begins."""
 
 
@@ -273,10 +278,14 @@ _OPTIONS = {"base": "--4bit"}
 """How a setting of a job is written on the command line, where it is not by its own name."""
 
 
+_REPLACES = {"device": ("device_file", "calibration", "budget"), "tokens": ("lengths",)}
+"""The options that a change leaves no room for: another card has its own memory, data sheet and measurements."""
+
+
 def _command_for(context: typer.Context, way: WayOut) -> str:
     """Return the command that was given, with a change that makes the step fit."""
     words = ["lowtide", "plan", str(context.params["model"])]
-    dropped = {*way.change, *(("budget",) if "device" in way.change else ())}
+    dropped = {*way.change, *(name for changed in way.change for name in _REPLACES.get(changed, ()))}
     for parameter in context.command.params:
         name = parameter.name or ""
         if is_given(context, name) and name not in (*dropped, "model", "output", "to"):
@@ -288,7 +297,7 @@ def _command_for(context: typer.Context, way: WayOut) -> str:
 
 
 def _written(option: str, value: Any) -> list[str]:
-    return [option] if value is True else [] if value is False else [option, str(value)]
+    return [option] if value is True else [] if value in (False, None) else [option, str(value)]
 
 
 def _find_largest(
@@ -296,7 +305,7 @@ def _find_largest(
     settings: dict[str, Any],
     limits: dict[str, Any],
     policy: str | None,
-    headroom: float | str,
+    headroom: float,
     dimension: str,
     *,
     cache: bool,
@@ -305,7 +314,13 @@ def _find_largest(
     from lowtide.planning.max_fit import find_max
     from lowtide.targets.job import make_job
 
-    with progress_bar(Console(stderr=True), "building the model") as show:
+    known: list[MaxFit] = []
+    console = Console(stderr=True, highlight=False)
+
+    def rows() -> Any:
+        return largest_table_of(known, dimension, console) if known else ""
+
+    with progress_bar(console, "building the model", above=rows) as show:
         return find_max(
             model,
             make_job(**settings),
@@ -317,12 +332,13 @@ def _find_largest(
             policies=None if policy is None else [policy],
             cache=cache,
             progress=show,
+            on_row=known.append,
         )
 
 
-def _show_largest(found: list[MaxFit], dimension: str, output: Format, to: Path | None) -> int:
+def _show_largest(found: list[MaxFit], dimension: str, output: Format, to: Path | None, headroom: float) -> int:
     if output is Format.TEXT and to is None:
-        print_largest(found, dimension, Console(highlight=False))
+        print_largest(found, dimension, Console(highlight=False), headroom)
     elif output is Format.TEXT:
         write("\n".join(f"{row.policy}: {row.most}" for row in found), to)
     else:

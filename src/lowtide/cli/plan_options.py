@@ -27,11 +27,15 @@ class EngineName(enum.StrEnum):
     ZERO3 = "zero3"
 
 
-def _in(panel: str) -> Any:
-    """Return a function that declares an option of this group. A flag shows no type: it takes no value."""
+class TrainerName(enum.StrEnum):
+    TRL = "trl"
 
-    def option(*names: str, help: str, metavar: str = "", **settings: Any) -> Any:  # noqa: A002  (as in Typer)
-        return typer.Option(*names, help=help, metavar=metavar or " ", rich_help_panel=panel, **settings)
+
+def _in(panel: str) -> Any:
+    """Return a function that declares an option of this group."""
+
+    def option(*names: str, **settings: Any) -> Any:
+        return typer.Option(*names, rich_help_panel=panel, **settings)
 
     return option
 
@@ -98,6 +102,12 @@ OptimizerInBackward = Annotated[
 ]
 Attention = Annotated[str, _step(metavar="NAME", help="auto, flash, efficient, cudnn or math.")]
 
+Trainer = Annotated[
+    TrainerName | None,
+    _step(
+        metavar="NAME", help="trl: the step of TRL's SFTTrainer, whose head makes no logits. No policy tiles the loss."
+    ),
+]
 KeepGradients = Annotated[
     bool,
     _step("--keep-gradients", help="Gradients stay between steps: summed over batches, or set to zero and kept."),
@@ -126,8 +136,8 @@ Headroom = Annotated[
     str | None,
     _device(
         metavar="SHARE",
-        help="How much of it recommended policies leave free, e.g. 10%. Default: 5%; with --longest and "
-        "--largest-batch, nothing.",
+        help="How much of it recommended policies leave free, e.g. 10%, and what --longest and --largest-batch find. "
+        "Default: 5%.",
     ),
 ]
 HostBudget = Annotated[

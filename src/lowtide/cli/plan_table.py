@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def print_plan(plan: Plan, console: Console, ways_out: Sequence[tuple[str, WayOu
     if plan.candidates:
         console.print(table_of(plan.candidates, console, {candidate.policy for _, candidate in plan.recommended}))
     for why, candidate in plan.recommended:
-        step = f"{format_bytes(candidate.device_bytes)}, {candidate.estimate.seconds:.3g} s"
+        step = f"{format_bytes(candidate.device_bytes)}, {format_seconds(candidate.estimate.seconds)}"
         console.print(f"\n[dim]{why} ({step}):[/]")
         console.print(f"[bold green]{escape(code_for(candidate))}[/]", soft_wrap=True)
     if plan.recommended and plan.why_not_faster:
@@ -119,22 +119,32 @@ def _policy_text(policy: str, console: Console) -> str:
 def _figures(device_bytes: int, estimate: Estimate) -> tuple[str, str, str]:
     """Format a policy's figures for both tables: device memory with its margins, host memory, seconds of a step."""
     host = format_bytes(estimate.host_bytes) if estimate.host_bytes else ""
-    return format_bytes(device_bytes), host, f"{estimate.seconds:.3g} s"
+    return format_bytes(device_bytes), host, format_seconds(estimate.seconds)
 
 
-def print_largest(found: Sequence[MaxFit], dimension: str, console: Console) -> None:
+def print_largest(found: Sequence[MaxFit], dimension: str, console: Console, headroom: float) -> None:
     """Print the table of the longest sequences, or of the largest batches."""
+    console.print(largest_table_of(found, dimension, console))
+    if beyond := next((row.positions for row in found if row.positions), None):
+        console.print(
+            f"[dim]* more than the {beyond:,} positions that the model's configuration names: it was not made for such "
+            "lengths[/]"
+        )
+    if headroom:
+        console.print(
+            f"[dim]note: each leaves {100 * headroom:.3g} % of the memory free, as the policies of a plan that fit "
+            "(--headroom)[/]"
+        )
+
+
+def largest_table_of(found: Sequence[MaxFit], dimension: str, console: Console) -> Table:
+    """Make that table."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    _add_columns(table, console, "longest sequence" if dimension == "tokens" else "largest batch")
+    _add_columns(table, console, "tokens" if dimension == "tokens" else "batch size")
     for row in found:
         if row.estimate is None or row.device_bytes is None:
             table.add_row(_policy_text(row.policy, console), "none fits")
             continue
         most = f"{row.most:,}{'*' if row.positions else ''}"
         table.add_row(_policy_text(row.policy, console), most, *_figures(row.device_bytes, row.estimate))
-    console.print(table)
-    if beyond := next((row.positions for row in found if row.positions), None):
-        console.print(
-            f"[dim]* more than the {beyond:,} positions that the model's configuration names: it was not made for such "
-            "lengths[/]"
-        )
+    return table

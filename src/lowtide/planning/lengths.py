@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import InvalidValueError
 from lowtide.simulation.cache import CachedSimulator
 from lowtide.targets.target import find_target
-from lowtide.units import parse_tokens
+from lowtide.units import format_seconds, parse_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +68,10 @@ class MeanStep:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        longest = self.simulated[-1][1]
+        longest, mean = format_seconds(self.simulated[-1][1]), format_seconds(self.seconds)
         return (
             f"{self.sequences:,} sequences, the longest of {self.longest:,} tokens. Under {self.policy}, a step of the "
-            f"longest takes {longest:.3g} s, and a mean one {self.seconds:.3g} s: its batch is padded to "
+            f"longest takes {longest}, and a mean one {mean}: its batch is padded to "
             f"{self.padded:,.0f} tokens, of which {self.padding:.0%} are padding"
         )
 

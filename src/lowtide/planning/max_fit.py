@@ -79,11 +79,12 @@ def find_max(
     policies: Sequence[str] | None = None,
     cache: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
+    on_row: Callable[[MaxFit], None] | None = None,
 ) -> list[MaxFit]:
     """Find the most that fits along a dimension, `tokens` (to 1024) or `batch_size`, for each policy.
 
     Without `policies`, the usual ones are tried, without those that do nothing to this model. The share `headroom` of
-    the device's budget stays free.
+    the device's budget stays free. `on_row` is called with each row as soon as it is known.
     """
     limit, host_limit = accelerator.budgets(budget, host_budget)
     limit = int(limit * (1 - parse_share(headroom)))
@@ -97,18 +98,19 @@ def find_max(
             candidate = judge(estimate, limit, host_limit, margins_for(accelerator, asked.ranks))
             return max(candidate.device_bytes / limit, estimate.host_bytes / max(1, host_limit)), candidate
 
+        positions = simulator.summary.longest if dimension == "tokens" else None
         wanted = policies or usual_policies(simulator.summary.tile_options)
         left_out = () if policies else INAPPLICABLE
         for place, policy in enumerate(wanted):
             if progress is not None:
                 progress(policy, place, len(wanted))
             with contextlib.suppress(*left_out):
-                found.append(_search(policy, needed, dimension))
-        positions = simulator.summary.longest if dimension == "tokens" else None
-    return [
-        dataclasses.replace(row, positions=positions) if positions is not None and row.most > positions else row
-        for row in found
-    ]
+                row = _search(policy, needed, dimension)
+                beyond = positions if positions is not None and row.most > positions else None
+                found.append(dataclasses.replace(row, positions=beyond))
+                if on_row is not None:
+                    on_row(found[-1])
+    return found
 
 
 def usual_policies(tile_options: Sequence[str]) -> list[str]:

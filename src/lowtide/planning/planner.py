@@ -76,6 +76,7 @@ def plan(
     optimizer: str = "adamw",
     optimizer_in_backward: bool = False,
     attention: str = "auto",
+    trainer: str | None = None,
     keep_output: bool = False,
     keep_gradients: bool = False,
     expandable_segments: bool = False,
@@ -108,6 +109,8 @@ def plan(
     `best` of the plan is the simplest policy within 5 % of the `fastest`. Both leave the share `headroom` of the budget
     free (`0.05` or `"5%"`), unless nothing does. With `suggest`, a plan in which nothing fits says what would.
 
+    `trainer="trl"` plans a step of TRL's SFTTrainer, whose own head makes no logits, so that no policy tiles the loss.
+
     `tp`, `sp`, `cp` and `pp` say how many ranks share one batch, and in which way; `engine` joins the other `ranks`,
     which are all there are. A batch is what such a group of ranks gets, and with `pp` a microbatch.
 
@@ -138,6 +141,7 @@ def plan(
         pp=pp,
         microbatches=microbatches,
         attention=attention,
+        trainer=trainer,
         keep_output=keep_output,
         keep_gradients=keep_gradients,
         expandable_segments=expandable_segments,
@@ -203,7 +207,9 @@ class _Planner:
         self._idle_tiles: list[str] = []
 
     def plan_one(self, policy: str) -> Plan:
-        """Judge this policy alone."""
+        """Judge this policy alone; not at all if there is no room for the weights."""
+        if not self._has_room_for_weights():
+            return self._plan([], best=None, fastest=None)
         self._report(policy)
         candidate = self._judge(policy, exact=True)
         chosen = candidate if candidate.fits else None
@@ -211,9 +217,9 @@ class _Planner:
 
     def plan_all(self) -> Plan:
         """Judge every uniform policy, and the best mixtures of them; none if there is no room for the weights."""
-        summary = self._simulator.summary
-        if summary.resident_bytes + self._limits.margins.total > self._limits.device:
+        if not self._has_room_for_weights():
             return self._plan([], best=None, fastest=None)
+        summary = self._simulator.summary
         self._total = sum(len(region_policies(tile)) + 1 for tile in summary.tile_options) + 1
         uniform = self._uniform()
         mixed = list(self._mixtures(uniform))
@@ -222,15 +228,19 @@ class _Planner:
         fastest = self._fastest(candidates)
         return self._plan(candidates, best=fastest and self._simplest(candidates, fastest), fastest=fastest)
 
+    def _has_room_for_weights(self) -> bool:
+        return self._simulator.summary.resident_bytes + self._limits.margins.total <= self._limits.device
+
     def with_ways_out(self, plan: Plan, policy: str | None) -> Plan:
-        """Return a plan in which nothing fits with the changes that would help."""
+        """Return a plan in which nothing fits with the changes that would help, or a note that none does."""
         limits = self._limits
         policy = policy or joined("recompute+offload", self._simulator.summary.tile_options[-1])
+        known = next((c.estimate for c in plan.candidates if c.policy == policy), None)
         question = Question(
-            self._simulator, self._job, self._accelerator, policy, limits.device, limits.host, limits.headroom
+            self._simulator, self._job, self._accelerator, policy, limits.device, limits.host, limits.headroom, known
         )
-        ways = find_ways_out(question, self._report)
-        return dataclasses.replace(plan, ways_out=ways)
+        ways, none_helps = find_ways_out(question, self._report)
+        return dataclasses.replace(plan, ways_out=ways, notes=[*([none_helps] if none_helps else []), *plan.notes])
 
     def _uniform(self) -> list[Candidate]:
         """Judge every region policy with every tile option, in all processes at once."""
@@ -376,7 +386,8 @@ class _Planner:
             policies = [policy for policy, why in self._inapplicable.items() if why == reason]
             notes.append(f"not applicable here, and left out: {', '.join(policies)} ({reason})")
         summary = self._simulator.summary
-        if len(candidates) > 1 and "tile" not in summary.tile_options:
+        whole = "tile" if self._job.trainer is None else "tile(attention, mlp)"
+        if len(candidates) > 1 and whole not in summary.tile_options:
             notes.append(
                 f"not all of {summary.model_class} can be tiled: its calls of attention cannot be seen, its MLPs are "
                 "not separate modules, or it does not compute its loss from labels as transformers' models do"

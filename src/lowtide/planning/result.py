@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import LogitsNotComputedError, SilentNoOpError
 from lowtide.policy import Policy
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.hardware.accelerators import Accelerator, Margins
@@ -183,7 +183,7 @@ class Plan:
         if not faster:
             return None
         nearest = min(faster, key=lambda candidate: candidate.device_bytes)
-        return f"{nearest.policy} would take {_seconds(nearest):.3g} s, but {nearest.limit}"
+        return f"{nearest.policy} would take {format_seconds(_seconds(nearest))}, but {nearest.limit}"
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
@@ -210,9 +210,10 @@ class Plan:
         return f"{ranks} x {name} ({self.job.parallelism})" if ranks > 1 else name
 
     def __str__(self) -> str:
-        lines = [f"{self.summary.name} ({self.summary.model_class}), {self.job.size}, {self.where}:"]
+        job = self.job
+        lines = [f"{self.summary.name} ({self.summary.model_class}), {job.training}, {job.size}, {self.where}:"]
         lines += [
-            f"  {c.verdict:5} {format_bytes(c.device_bytes):>10}  {_seconds(c):8.3g} s  {c.policy}"
+            f"  {c.verdict:5} {format_bytes(c.device_bytes):>10}  {format_seconds(_seconds(c)):>9}  {c.policy}"
             for c in self.candidates
         ]
         lines += [f"  {why}: {candidate.policy}" for why, candidate in self.recommended]
@@ -244,5 +245,5 @@ def judge(estimate: Estimate, budget: int, host_budget: int, margins: Margins, h
     fits = needed <= budget and fits_host
     is_tight = fits and needed > budget * (1 - headroom)
     if is_tight:
-        limit = f"leaves {format_bytes(budget - needed)} free, less than a headroom of {headroom:.3g}: {holder}"
+        limit = f"leaves {format_bytes(budget - needed)} free, less than a headroom of {100 * headroom:.3g} %: {holder}"
     return Candidate(estimate=estimate, device_bytes=needed, fits=fits, missing=missing, is_tight=is_tight, limit=limit)

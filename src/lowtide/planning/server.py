@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
@@ -20,13 +21,15 @@ from lowtide.html import KINDS as COLOURS
 from lowtide.html import TEMPLATES, render
 from lowtide.planning.page import code_for
 from lowtide.planning.planner import plan
-from lowtide.targets.job import ENGINES, OPTIMIZERS
+from lowtide.targets.job import ENGINES, OPTIMIZERS, TRAINERS
 from lowtide.targets.target import is_factory, known_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lowtide.planning.result import Candidate, Plan
+
+logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _TEMPLATE = TEMPLATES / "planner.html"
@@ -44,6 +47,7 @@ QUESTIONS = {
     "lora": int,
     "base": str,
     "optimizer": str,
+    "trainer": str,
     "batch_size": int,
 }
 """What the page may ask: settings of `lowtide.plan`, with their types."""
@@ -82,16 +86,26 @@ def answer_of(found: Plan) -> dict[str, Any]:
     }
 
 
+LENGTHS = tuple(2**power for power in range(10, 21))
+"""The lengths of the page's slider."""
+
+
 def planner_page(plans: list[dict[str, Any]] | None = None, **chosen: Any) -> str:
-    """Render the page. With `plans`, answers that were made before, it needs no server, and offers these alone."""
+    """Render the page. With `plans`, answers that were made before, it needs no server, and offers these alone.
+
+    Its slider has the usual lengths, or those of the plans, and the chosen one.
+    """
+    lengths = {plan["tokens"] for plan in plans} if plans else {*LENGTHS, *filter(None, [chosen.get("tokens")])}
     return render(
         _TEMPLATE,
         plans=plans,
+        lengths=sorted(lengths),
         chosen={name: value for name, value in chosen.items() if value is not None},
         models=list(known_models()),
         devices=[{"name": row.name, "memory": row.memory} for row in load_table()],
         engines=ENGINES,
         optimizers=OPTIMIZERS,
+        trainers=TRAINERS,
         kinds=COLOURS,
     )
 
@@ -126,6 +140,11 @@ class Run:
             self._update(finished=True, error=str(error))
         except _Ended:
             self._update(finished=True, error="ended: a new plan was asked for")
+        except Exception as error:  # (whatever it was, the page must not wait for it)
+            logger.debug("the plan of the page failed", exc_info=error)
+            self._update(
+                finished=True, error=f"the plan failed: {type(error).__name__}: {error} (lowtide -v shows where)"
+            )
 
     def _progress(self, what: str, done: int, total: int) -> None:
         if self._ended.is_set():

@@ -103,7 +103,12 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     flops = _count_flops(count, args, kwargs, out) if count else 0.0
     if kind.startswith("attention") and _is_causal(func, args, kwargs):
         flops *= _causal_share(*args[1:3]) if kind == "attention_backward" else _causal_share(*args[:2])
-    return Cost(flops, nbytes, kind, single_precision=here[0].dtype is torch.float32)
+    return Cost(flops, nbytes, kind, single_precision=_is_single(here))
+
+
+def _is_single(tensors: list[torch.Tensor]) -> bool:
+    """Tell whether factors are in float32. The total that 16-bit products are added to may be wider than they are."""
+    return all(tensor.dtype is torch.float32 for tensor in tensors if tensor.is_floating_point())
 
 
 @functools.cache

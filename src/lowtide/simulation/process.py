@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import subprocess
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from lowtide.simulation.simulator import ModelSummary
     from lowtide.targets.job import Job
     from lowtide.targets.target import Target
+
+
+logger = logging.getLogger(__name__)
 
 
 class SimulatorProcess:
@@ -82,14 +86,18 @@ class SimulatorProcess:
         try:
             pickle.dump((name, arguments), self._process.stdin)
             self._process.stdin.flush()
-            status, content = pickle.load(self._process.stdout)  # noqa: S301  (from our own child)
+            status, content, trace = pickle.load(self._process.stdout)  # noqa: S301  (from our own child)
         except (EOFError, BrokenPipeError) as error:
             raise PlanError(f"the planning process died{self._exit_reason()}") from error
+        if trace is not None:
+            logger.debug("in the planning process:\n%s", trace.rstrip())
         if status == "refused":
             kind, message = content
             raise by_name(kind)(message)
         if status == "failed":
-            raise PlanError(f"the step could not be simulated: {content}{self._likely_reason()}")
+            raise PlanError(
+                f"the step could not be simulated: {content}{self._likely_reason()} (lowtide -v shows where)"
+            )
         return content
 
     def _likely_reason(self) -> str:

@@ -18,6 +18,7 @@ from lowtide.losses.head_loss import count_classes
 from lowtide.policy import Policy
 from lowtide.policy.rules import joined
 from lowtide.regions import calls_attention, find_head, find_mlps, find_regions
+from lowtide.simulation.chunked_head import require_chunked_head
 from lowtide.simulation.context_parallel import require_ring
 from lowtide.simulation.estimate import Estimate, exact_estimate, extrapolated_estimate
 from lowtide.simulation.extrapolation import Extrapolation, find_stack, truncate
@@ -81,6 +82,8 @@ class Simulator:
             require_heads(model, job.sp)
         if job.cp > 1:
             require_ring(model, job.cp, job.tokens)
+        if job.trainer == "trl":
+            require_chunked_head(model)
         self._stack = find_stack(model)
         self._names = [region.name for region in find_regions(model)]
         config: Any = getattr(model, "config", None)
@@ -94,6 +97,7 @@ class Simulator:
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
             tile_options=find_tile_options(model, tp=job.tp, parts=job.parts),
+            tile_options=find_tile_options(model, tp=job.tp, sp=job.sp, trainer=job.trainer),
             unquantized_bytes=_unquantized_bytes(model) if job.base == "4bit" else 0,
             resident_bytes=resident_bytes(model, job, accelerator),
         )
@@ -153,14 +157,17 @@ class Simulator:
 
 
 def find_tile_options(model: nn.Module, tp: int = 1, parts: int = 1) -> list[str]:
+def find_tile_options(model: nn.Module, tp: int = 1, sp: int = 1, trainer: str | None = None) -> list[str]:
     """List what can run in tiles, from the least to the most: the loss, then the MLPs, then whole blocks.
 
     The loss must be that of a model with a head as transformers' models have it. A block runs in tiles if its call of
     attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs. A head that `tp`
     divides cannot run in tiles, nor attention over a sequence that is spread over ranks in `parts`.
+    divides cannot run in tiles, nor one that a trainer never calls, nor attention that `sp` spreads over ranks.
     """
     try:
-        has_loss = count_classes(find_head(model).module) > 0 and not (tp > 1 and divides_head(model))
+        has_loss = count_classes(find_head(model).module) > 0 and trainer is None
+        has_loss = has_loss and not (tp > 1 and divides_head(model))
     except NoRegionError:
         has_loss = False
     regions = find_regions(model)

@@ -27,6 +27,7 @@ from lowtide.policy import Policy
 from lowtide.recording import tensors_in
 from lowtide.regions import find_head, find_regions
 from lowtide.simulation.attention import Attention
+from lowtide.simulation.chunked_head import give_chunked_head
 from lowtide.simulation.clock import DEVICE, Clock
 from lowtide.simulation.collectives import Group
 from lowtide.simulation.context_parallel import require_ring, ring_attention
@@ -145,6 +146,8 @@ def _record_rank(
     optimizers = parallel.make_optimizer()
     if job.keep_gradients:
         parallel.make_gradients()
+    if job.trainer == "trl":
+        give_chunked_head(model)
     # No probe: it compares numbers, and there are none. A real run makes it once, on a few tokens.
     applied = apply_policy(model, policy, probe=False)
     tracker = RegionTracker(ledger, find_regions(model), parallel)

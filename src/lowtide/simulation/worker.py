@@ -13,6 +13,7 @@ import operator
 import os
 import pickle
 import sys
+import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -50,16 +51,23 @@ def _read_task(tasks: BinaryIO) -> Any:
 
 
 def _answer(replies: BinaryIO, run: Callable[[], Any], reply: Callable[[Any], Any]) -> Any:
+    answer: tuple[str, Any, str | None]
+    """How it went, what came of it, and where somebody else's code failed."""
     try:
         result = run()
-        answer = ("ok", reply(result))
+        answer = ("ok", reply(result), None)
     except LowtideError as error:
-        result, answer = None, ("refused", (type(error).__name__, str(error)))
+        result, answer = None, ("refused", (type(error).__name__, str(error)), _trace_of(error.__cause__))
     except Exception as error:  # noqa: BLE001  (the model's own code may raise anything, and the parent must hear of it)
-        result, answer = None, ("failed", f"{type(error).__name__}: {error}")
+        result, answer = None, ("failed", f"{type(error).__name__}: {error}", _trace_of(error))
     replies.write(pickle.dumps(answer))
     replies.flush()
     return result
+
+
+def _trace_of(error: BaseException | None) -> str | None:
+    """Write down where somebody else's code failed; the parent logs it. Of our own refusals there is nothing to see."""
+    return None if error is None else "".join(traceback.format_exception(error))
 
 
 if __name__ == "__main__":

@@ -11,3 +11,6 @@ FORMS = (
     "model type of transformers (llama), or MODULE:FACTORY (with arguments: MODULE:FACTORY?layers=4)"
 )
 """Every form in which a model can be named, in the words of `--help` and of error messages."""
+
+INSTALL_HF = "pip install 'lowtide[hf]' (or without installing: uvx --from 'lowtide[hf]' lowtide ...)"
+"""What to do where transformers or PEFT is missing."""

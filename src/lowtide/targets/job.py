@@ -31,6 +31,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 BASES = ("plain", "4bit")
 
+TRAINERS = ("trl",)
+"""Trainers that compute the loss in a way of their own."""
+
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 UNITS = ("blocks", "ends")
@@ -119,6 +122,8 @@ class Job:
     microbatches: int | None = None
     """How many batches a pipeline takes through its stages before the optimizer's step; None means two per stage."""
     attention: str = "auto"
+    trainer: str | None = None
+    """`trl`: the step of TRL's SFTTrainer, whose head makes no logits. None computes the loss as the model does."""
     keep_output: bool = False
     """Whether what the model returned lives through backward, as in a loop that binds it to a name."""
     keep_gradients: bool = False
@@ -136,6 +141,11 @@ class Job:
         for name in ("tokens", "batch_size", "ranks", *PARALLEL, "microbatches", "reduce_bucket"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.trainer is not None and self.trainer not in TRAINERS:
+            raise InvalidValueError(
+                f"unknown trainer {self.trainer!r}; known: {', '.join(TRAINERS)}. Trainers that call the model's own "
+                "loss, as transformers' Trainer does, need none"
+            )
         self._check_adapters()
         self._check_parallelism()
         self._check_engine()
@@ -245,11 +255,12 @@ class Job:
     @property
     def training(self) -> str:
         """Describe in words what is trained, and on what base."""
+        trainer = " with TRL" if self.trainer == "trl" else ""
         if self.lora is None:
-            return "full fine-tuning"
+            return f"full fine-tuning{trainer}"
         where = "all projections" if self.lora_targets == LORA_TARGETS else ", ".join(self.lora_targets)
         base = f" on a 4-bit base{', prepared by PEFT' if self.kbit else ''}" if self.base == "4bit" else ""
-        return f"LoRA {self.lora} ({self.lora_dtype}) in {where}{base}"
+        return f"LoRA {self.lora} ({self.lora_dtype}) in {where}{base}{trainer}"
 
     @property
     def shards_weights(self) -> bool:
@@ -339,6 +350,24 @@ def _not_modelled(job: Job) -> list[tuple[bool, str, str, str]]:
             f"tp with {job.engine}",
             "DeepSpeed divides layers by rules of its own",
             "Plan it with engine='fsdp2'",
+        ),
+        (
+            job.trainer == "trl" and job.shared_by > 1,
+            "trainer='trl' with ranks that share a batch",
+            "how TRL's head meets a weight or a sequence that is divided was never compared",
+            "Plan it with engine='fsdp2', 'zero3' or 'ddp'",
+        ),
+        (
+            job.trainer == "trl" and job.units == "ends",
+            "trainer='trl' with units='ends'",
+            "TRL gathers the weight of a head that is a unit of its own once more",
+            "Plan it with units='blocks'",
+        ),
+        (
+            job.trainer == "trl" and job.keep_output,
+            "trainer='trl' with keep_output",
+            "TRL's trainers let go of what the model returned, which has no logits",
+            "Plan it without keep_output",
         ),
         (
             job.sp > 1 and job.tp > 1,

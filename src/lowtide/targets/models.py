@@ -24,6 +24,7 @@ from lowtide._torch import pytree
 from lowtide.compat import installed_version
 from lowtide.errors import CannotAuditError, InvalidValueError, LowtideError, MissingDependencyError, PlanError
 from lowtide.randomness import seeded
+from lowtide.targets import INSTALL_HF
 from lowtide.targets.batches import CLASSIFIERS
 from lowtide.targets.job import DTYPES, LORA_TARGETS
 from lowtide.targets.live_module import unpickle
@@ -115,7 +116,8 @@ def call_factory(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         try:
             factory = getattr(importlib.import_module(module), function)
         except (Exception, SystemExit) as error:  # whatever the user's module raises when it is imported
-            raise PlanError(f"{name} cannot be imported: {error}") from error
+            logger.debug("%s cannot be imported", name, exc_info=error)
+            raise PlanError(f"{name} cannot be imported: {error} (lowtide -v shows where)") from error
         try:
             made = factory(**arguments)
         except LowtideError:
@@ -240,7 +242,7 @@ def _configuration(target: Target) -> Any:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise MissingDependencyError(f"building {target.name} needs transformers: pip install 'lowtide[hf]'") from error
+        raise MissingDependencyError(f"building {target.name} needs transformers: {INSTALL_HF}") from error
     fields = target.fields
     model_type = fields.pop("model_type")
     if model_type not in model_types():
@@ -351,7 +353,7 @@ def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
-        raise MissingDependencyError("planning LoRA needs peft: pip install 'lowtide[hf]'") from error
+        raise MissingDependencyError(f"planning LoRA needs peft: {INSTALL_HF}") from error
     config = peft.LoraConfig(
         r=job.lora,
         lora_alpha=job.lora,

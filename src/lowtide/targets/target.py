@@ -26,7 +26,7 @@ from torch import nn
 
 from lowtide.errors import InvalidValueError, MissingDependencyError, PlanError
 from lowtide.spelling import nearest, normalize
-from lowtide.targets import FORMS
+from lowtide.targets import FORMS, INSTALL_HF
 from lowtide.targets.live_module import pickle_without_weights
 
 Kind = Literal["module", "config", "model type", "factory"]
@@ -119,7 +119,7 @@ def _from_name(name: str) -> Target:
     if Path(name).exists():
         raise InvalidValueError(f"{name} has no config.json: give {FORMS}")
     if not types:
-        raise MissingDependencyError(f"finding {name!r} by name needs transformers: pip install 'lowtide[hf]'")
+        raise MissingDependencyError(f"finding {name!r} by name needs transformers: {INSTALL_HF}")
     if _HUB_NAME.fullmatch(name):
         return _from_hub(name)
     raise InvalidValueError(_unknown(name, types))

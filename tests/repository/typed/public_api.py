@@ -107,7 +107,7 @@ def traces(model: nn.Module, x: Tensor) -> None:
 
 
 def plans(model: nn.Module) -> None:
-    plan = lowtide.plan("Qwen3-VL-4B", tokens=131072, device="L40S", ranks=8, lora=16)
+    plan = lowtide.plan("Qwen3-VL-4B", tokens=131072, device="L40S", ranks=8, lora=16, trainer="trl")
     assert_type(plan, lowtide.Plan)
     assert_type(plan.fits, bool)
     assert_type(plan.policy, lowtide.Policy | None)
