@@ -96,8 +96,7 @@ class Simulator:
             dtype=_most_common_dtype(model),
             regions=self._names,
             longest=getattr(text, "max_position_embeddings", None),
-            tile_options=find_tile_options(model, tp=job.tp, parts=job.parts),
-            tile_options=find_tile_options(model, tp=job.tp, sp=job.sp, trainer=job.trainer),
+            tile_options=find_tile_options(model, tp=job.tp, parts=job.parts, trainer=job.trainer),
             unquantized_bytes=_unquantized_bytes(model) if job.base == "4bit" else 0,
             resident_bytes=resident_bytes(model, job, accelerator),
         )
@@ -156,14 +155,13 @@ class Simulator:
         return make_batch(model, self._job, device) if self._batch is None else put_on(device, self._batch)
 
 
-def find_tile_options(model: nn.Module, tp: int = 1, parts: int = 1) -> list[str]:
-def find_tile_options(model: nn.Module, tp: int = 1, sp: int = 1, trainer: str | None = None) -> list[str]:
+def find_tile_options(model: nn.Module, tp: int = 1, parts: int = 1, trainer: str | None = None) -> list[str]:
     """List what can run in tiles, from the least to the most: the loss, then the MLPs, then whole blocks.
 
     The loss must be that of a model with a head as transformers' models have it. A block runs in tiles if its call of
     attention can be seen; the last option leaves those alone in which it cannot, and tiles their MLPs. A head that `tp`
-    divides cannot run in tiles, nor attention over a sequence that is spread over ranks in `parts`.
-    divides cannot run in tiles, nor one that a trainer never calls, nor attention that `sp` spreads over ranks.
+    divides cannot run in tiles, nor one that a trainer never calls, nor attention over a sequence that is spread over
+    ranks in `parts`.
     """
     try:
         has_loss = count_classes(find_head(model).module) > 0 and trainer is None
