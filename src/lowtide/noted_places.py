@@ -23,7 +23,7 @@ from lowtide.buffers import SMALL_BYTES
 from lowtide.closures import WITH_STATE
 from lowtide.errors import InPlaceError
 from lowtide.held_values import CONTAINERS, GONE, PLAIN, are_plain, hold, is_same_plain, items_of, rebuilt
-from lowtide.weights import watched
+from lowtide.weights import is_gathered, watched
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping
@@ -174,6 +174,8 @@ def _noted(value: Any, name: str, depth: int) -> _Noted | None:  # noqa: PLR0911
             return _PlainContainer(value)
         return _Container(value, name, depth - 1) if depth else None
     if isinstance(value, torch.Tensor):
+        if is_gathered(value):  # DeepSpeed keeps a list of them beside the module's own
+            return None
         return _SmallTensor(value) if _is_small_state(value) else _LargeTensor(value, name)
     if type(value) in WITH_STATE:
         return _WithState(value)

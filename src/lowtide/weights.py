@@ -79,7 +79,7 @@ def weights_in(parts: list[nn.Module], *, skip_first: bool) -> list[Weight]:
     found = []
     for held_by in with_parameters(parts):
         for name, weight in held_by.items():
-            if weight is None or (weight.__dict__ and _is_gathered(weight)):
+            if weight is None or (weight.__dict__ and is_gathered(weight)):
                 continue
             try:
                 version = version_of(weight)
@@ -282,7 +282,7 @@ def _gathered_parts(parts: list[nn.Module]) -> set[nn.Module] | None:
     return None
 
 
-def _is_gathered(weight: torch.Tensor) -> bool:
+def is_gathered(weight: torch.Tensor) -> bool:
     """Return whether a weight is in shards between its uses, ZeRO-3's or FSDP1's."""
     marks = weight.__dict__
     return bool(marks) and ("ds_id" in marks or FSDP1_MARK in marks)
