@@ -74,6 +74,15 @@ def test_what_would_fit_is_printed_as_commands(config: str):
     assert run(*shorter).exit_code == 0, "the command does what it says"
 
 
+def test_a_4_bit_base_that_peft_prepared(config: str):
+    options = ("--device", "T4", "--tokens", "64", "--lora", "4", "--4bit", "--policy", "recompute", "--format", "json")
+    plain, prepared, twice = (
+        json.loads(run(config, *options, *more).stdout)["candidates"][0]["estimate"]["owners"]["weights"]
+        for more in ((), ("--kbit",), ("--double-quant",))
+    )
+    assert prepared > plain > twice
+
+
 def test_a_budget_below_the_weights_is_refused_before_anything_is_simulated(config: str):
     result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "650MiB", "--no-cache", "--format", "json")
     data = json.loads(result.stdout)
@@ -139,6 +148,8 @@ def test_exact_is_for_a_plan(config: str, question: str):
         (("--longest", "--tokens", "128k"), "--tokens is what --longest finds"),
         (("--largest-batch", "--batch-size", "64"), "--batch-size is what --largest-batch finds"),
         (("--lora-dtype", "fp32"), "--lora-dtype is for adapters: give --lora 16"),
+        (("--lora", "4", "--kbit"), "--kbit is about a 4-bit base: give --4bit too"),
+        (("--lora", "4", "--double-quant"), "--double-quant is about a 4-bit base: give --4bit too"),
         (("--longest", "--budget", "0"), "a budget of 0 fits nothing"),
     ],
 )
