@@ -172,6 +172,41 @@ def test_offload_on_the_emulated_device(is_flash, sim, flash):
             assert applied.report().regions[0].packed_bytes > 0
 
 
+def convolution(x, weight, bias=None, activation=None, seq_idx=None):
+    """Compute what causal_conv1d's function does, sequence by sequence: without it, transformers refuses `seq_idx`."""
+    size, length = weight.shape[-1], x.shape[-1]
+    out = torch.zeros_like(x) if bias is None else bias[None, :, None].expand_as(x)
+    for back in range(size):
+        moved = nn.functional.pad(x, (back, 0))[..., :length]
+        if seq_idx is not None:
+            moved = moved * (nn.functional.pad(seq_idx, (back, 0), value=-1)[..., :length] == seq_idx)[:, None]
+        out = out + moved * weight[:, size - 1 - back][None, :, None]
+    return nn.functional.silu(out) if activation else out
+
+
+def test_a_hybrid_model_that_reads_sequence_numbers(monkeypatch, everything_in_double):  # noqa: F811
+    """Zamba's convolution keeps sequences apart by `seq_idx`. A block that has one is no block for tiles."""
+    monkeypatch.setattr("transformers.models.zamba.modeling_zamba.causal_conv1d_fn", convolution)
+    torch.manual_seed(0)
+    config = transformers.ZambaConfig(
+        **SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 4}, attention_hidden_size=128, n_mamba_heads=2,
+        mamba_d_state=8, mamba_dt_rank=4, layers_block_type=["mamba", "hybrid"] * 2, use_cache=False, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.ZambaForCausalLM(config).double().train()
+    batch = flattened(return_seq_idx=True)
+    expected = attentive.step(model, batch)
+    without = attentive.step(model, {name: value for name, value in batch.items() if name != "seq_idx"})
+    assert attentive.error(without, expected) > 1e-3, "it reads them"
+    for policy in [
+        "recompute",
+        "recompute+tile(mlp, tokens=7)",
+        "tile(attention, mlp, loss, tokens=7, loss_tokens=7)",
+    ]:
+        with lowtide.apply(model, policy):
+            assert attentive.error(attentive.step(model, batch), expected) <= (0 if policy in SAME_BITS else 1e-12)
+    refused(model, batch, r"its part 'mamba_decoder.mamba.conv1d' is a convolution over neighbouring tokens")
+
+
 def attend(start, end, bounds, *, is_causal):
     """Say which pairs of a query and a key a tile sees, by what it is told."""
     seen = SeenSequences.of(bounds, start, end, is_causal=is_causal)

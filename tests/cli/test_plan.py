@@ -149,6 +149,15 @@ def test_every_command_that_is_printed_is_one_that_is_taken(
 _OF_JOBS = {field.name for field in dataclasses.fields(Job)}
 
 
+def test_a_4_bit_base_that_peft_prepared(config: str):
+    options = ("--device", "T4", "--tokens", "64", "--lora", "4", "--4bit", "--policy", "recompute", "--format", "json")
+    plain, prepared, twice = (
+        json.loads(run(config, *options, *more).stdout)["candidates"][0]["estimate"]["owners"]["weights"]
+        for more in ((), ("--kbit",), ("--double-quant",))
+    )
+    assert prepared > plain > twice
+
+
 def test_a_budget_below_the_weights_is_refused_before_anything_is_simulated(config: str):
     result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "650MiB", "--no-cache", "--format", "json")
     data = json.loads(result.stdout)
@@ -253,6 +262,8 @@ def test_exact_is_for_a_plan(config: str, question: str):
         (("--longest", "--tokens", "128k"), "--tokens is what --longest finds"),
         (("--largest-batch", "--batch-size", "64"), "--batch-size is what --largest-batch finds"),
         (("--lora-dtype", "fp32"), "--lora-dtype is for adapters: give --lora 16"),
+        (("--lora", "4", "--kbit"), "--kbit is about a 4-bit base: give --4bit too"),
+        (("--lora", "4", "--double-quant"), "--double-quant is about a 4-bit base: give --4bit too"),
         (("--longest", "--budget", "0"), "a budget of 0 fits nothing"),
     ],
 )
