@@ -157,3 +157,25 @@ def test_rounding_that_a_model_amplifies_is_told_by_the_last_bits_of_its_weights
     assert audit(model, batch, **options).ok == is_right
     monkeypatch.setattr(lowtide.auditing.reference, "as_rounded", lambda *_: set())
     assert not audit(model, batch, **options).ok, "the tolerance alone cannot tell"
+
+
+class AsksForSingle(Net):
+    """Has a part that computes in float32 by name, so that `double()` alone mixes precisions; and it amplifies."""
+
+    def forward(self, ids):
+        x = self.embed(ids).to(torch.float32)
+        for layer in self.layers:
+            x = layer(x)
+        return (3000 * self.head(x)).float().sin()
+
+
+@pytest.mark.parametrize(("engine", "is_right"), [(SumsInHalves, True), (SlightlyWrong, False)])
+def test_rounding_is_told_by_double_precision_in_code_that_asks_for_single(engine, is_right, monkeypatch):
+    torch.manual_seed(0)
+    model, batch = AsksForSingle(), net()[1]
+    with pytest.raises(RuntimeError, match="dtype"):
+        AsksForSingle().double()(*batch)
+    monkeypatch.setattr(lowtide.auditing.reference, "as_rounded", lambda *_: set())
+    options = {"configure": engine(), "loss": loss, "checks": ["gradient values"]}
+    assert audit(model, batch, **options).ok == is_right
+    assert (model.head.weight.dtype, torch.get_default_dtype()) == (torch.float32, torch.float32)

@@ -33,7 +33,7 @@ from lowtide.auditing.comparison import (
     relative_errors,
 )
 from lowtide.auditing.dependence import find_dependence
-from lowtide.auditing.precision import in_double, nudge
+from lowtide.auditing.precision import InDouble, in_double, nudge
 from lowtide.auditing.setups import disable_checkpointing
 from lowtide.auditing.step import Observation, observe
 from lowtide.errors import CannotAuditError
@@ -157,7 +157,7 @@ class Reference:
             try:
                 twin = deep_copy(self.model).double()
                 experiment = in_double(self.experiment)
-                with contextlib.nullcontext() if trained is None else training_only(twin, trained):
+                with InDouble(), contextlib.nullcontext() if trained is None else training_only(twin, trained):
                     self._in_double[trained] = self._observe(twin, experiment).gradients
             except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
                 self._in_double[trained] = None
