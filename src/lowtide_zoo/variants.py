@@ -22,6 +22,7 @@ _WINDOW = 8
 
 
 _FEWEST_LAYERS = 2
+_FULL = "full_attention"
 
 
 def _kv_sharing(config: Any) -> dict[str, Any]:
@@ -35,20 +36,29 @@ def _kv_sharing(config: Any) -> dict[str, Any]:
 
 
 def _moe(config: Any) -> dict[str, Any]:
-    """Put experts into the layers."""
+    """Put experts into the layers, or several where there is one."""
     if get_field(config, "enable_moe_block") is False:
         return {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
-    return {"is_moe": True} if get_field(config, "is_moe") is False else {}
+    if get_field(config, "is_moe") is False:
+        return {"is_moe": True}
+    chosen = [name for name in ("moe_topk", "num_experts_per_tok") if name in vars(config)]
+    return {"num_experts": 4, **dict.fromkeys(chosen, 2)} if chosen and get_field(config, "num_experts") == 1 else {}
 
 
 def _sliding_window(config: Any) -> dict[str, Any]:
-    """Let every second layer attend to a window that is shorter than the text."""
-    layers = get_field(config, "num_hidden_layers")
-    is_off = get_field(config, "use_sliding_window") is False
-    if not isinstance(layers, int) or not is_off:
+    """Let every second layer attend to a window that is shorter than the text; all, where layers are not told apart."""
+    layers, kinds = get_field(config, "num_hidden_layers"), get_field(config, "layer_types")
+    if "sliding_window" not in vars(config) or not isinstance(layers, int):
         return {}
-    kinds = ["sliding_attention" if number % 2 else "full_attention" for number in range(layers)]
-    fields = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 0, "layer_types": kinds}
+    are_full = isinstance(kinds, list) and set(kinds) == {_FULL}
+    if not are_full and (kinds or get_field(config, "sliding_window")):
+        return {}
+    fields: dict[str, Any] = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 0}
+    if are_full:
+        fields["layer_types"] = ["sliding_attention" if number % 2 else _FULL for number in range(layers)]
+        rope = get_field(config, "rope_parameters")
+        if isinstance(rope, dict) and _FULL in rope:  # each kind of layer has its own
+            fields["rope_parameters"] = {"sliding_attention": copy.deepcopy(rope[_FULL]), **rope}
     return {name: value for name, value in fields.items() if name in vars(config)}
 
 

@@ -164,9 +164,31 @@ def test_double_precision_is_computed_on_the_cpu_where_the_device_has_none(sim, 
     """As on Apple's GPUs; the true gradients are then compared with gradients on the device."""
     expected, (model, (ids,)) = reference(net()[0]), net()
     there = Reference(model.to(sim), Experiment((ids.to(sim),), expected.experiment.loss, (), 0, 0.0))
-    monkeypatch.setattr(lowtide.auditing.reference, "device_of", lambda _: torch.device("mps"))
+    monkeypatch.setattr(lowtide.auditing.precision, "device_of", lambda _: torch.device("mps"))
     true, same = there._gradients_in_double(None), expected._gradients_in_double(None)
     assert {gradient.device.type for gradient in true.values()} == {"cpu"}
     assert all(torch.equal(true[name], same[name]) for name in same)
     names = there.first.gradients.keys() - there.zero_by_mathematics()
     assert as_near(true, there.first.gradients, there.first.gradients, names) == names
+
+
+class AsksForSingle(Net):
+    """Has a part that computes in float32 by name, so that `double()` alone mixes precisions; and it amplifies."""
+
+    def forward(self, ids):
+        x = self.embed(ids).to(torch.float32)
+        for layer in self.layers:
+            x = layer(x)
+        return (3000 * self.head(x)).float().sin()
+
+
+@pytest.mark.parametrize(("engine", "is_right"), [(SumsInHalves, True), (SlightlyWrong, False)])
+def test_rounding_is_told_by_double_precision_in_code_that_asks_for_single(engine, is_right, monkeypatch):
+    torch.manual_seed(0)
+    model, batch = AsksForSingle(), net()[1]
+    with pytest.raises(RuntimeError, match="dtype"):
+        AsksForSingle().double()(*batch)
+    monkeypatch.setattr(lowtide.auditing.reference, "as_rounded", lambda *_: set())
+    options = {"configure": engine(), "loss": loss, "checks": ["gradient values"]}
+    assert audit(model, batch, **options).ok == is_right
+    assert (model.head.weight.dtype, torch.get_default_dtype()) == (torch.float32, torch.float32)

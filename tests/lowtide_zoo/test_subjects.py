@@ -12,7 +12,7 @@ from lowtide.auditing import audit
 from lowtide_zoo.records import Record, command_for, read_records
 from lowtide_zoo.subjects import Subject, public_classes, subjects_of
 from lowtide_zoo.survey import Engine, find_subjects, survey_one
-from lowtide_zoo.variants import SEVERAL_IMAGES
+from lowtide_zoo.variants import SEVERAL_IMAGES, variants_of, with_variant
 from support import needs_zoo
 from support.foreign_warnings import ignore_warnings_of
 
@@ -102,6 +102,24 @@ def test_shared_keys_and_values_reach_the_model():
 def test_every_second_layer_gets_a_window():
     model = zoo.find("qwen2", variant="sliding-window").build()
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 8]
+
+
+@pytest.mark.parametrize("model_type", ["ministral3", "smollm3", "mellum", "dots1"])
+def test_a_window_changes_what_a_model_computes_however_its_configuration_says_it(model_type):
+    """`sliding_window` alone, `use_sliding_window`, or layers that are all full although there is a window."""
+    plain, windowed = (zoo.find(model_type, variant=variant) for variant in (None, "sliding-window"))
+    losses = []
+    for tiny_model in (plain, windowed):
+        model = tiny_model.build().eval()
+        losses.append(model(**tiny_model.batch()).loss.item())
+    assert losses[0] != losses[1]
+    assert "sliding-window" not in variants_of(windowed.config), "it is on"
+
+
+def test_one_expert_becomes_several():
+    config = with_variant(zoo.find("hunyuan_v1_moe").config, "moe")
+    assert (config.num_experts, config.moe_topk) == (4, 2)
+    assert "moe" not in variants_of(zoo.find("vitpose_backbone").config), "its experts are chosen by the batch"
 
 
 def test_several_images_stand_in_each_row():

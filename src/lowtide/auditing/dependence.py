@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide.auditing.precision import InDouble, doubled, in_double, spacing
+from lowtide.auditing.precision import InDouble, in_double, spacing
 from lowtide.modules import named_parameters
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def find_dependence(
 def _nudged_in_double(twin: nn.Module, experiment: Experiment) -> _Nudged | None:
     """Return the model in double precision; None if it cannot run in it."""
     try:
-        nudged = _Nudged(doubled(twin), in_double(experiment), is_double=True)
+        nudged = _Nudged(*in_double(twin, experiment), is_double=True)
     except (RuntimeError, ValueError, TypeError):  # an operator or a device without a double kernel
         return None
     return nudged if nudged.loss.dtype is torch.double and torch.isfinite(nudged.loss) else None

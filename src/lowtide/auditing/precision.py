@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lowtide._torch import pytree
+from lowtide.modules import device_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,20 +51,18 @@ def _are_floats(args: tuple[Any, ...]) -> bool:
     return any(isinstance(value, Tensor) and value.is_floating_point() for value in args)
 
 
-def doubled(model: nn.Module) -> nn.Module:
-    """Put a model into double precision; one on Apple's GPUs, which have none, on the CPU."""
-    return (model.cpu() if any(weight.device.type == "mps" for weight in model.parameters()) else model).double()
-
-
-def in_double(experiment: Experiment) -> Experiment:
-    """Return the experiment with a batch in double precision, where a `doubled` model takes it."""
+def in_double(model: nn.Module, experiment: Experiment) -> tuple[nn.Module, Experiment]:
+    """Put a model and its batch into double precision; those on Apple's GPUs, which have none, on the CPU."""
+    has_none = device_of(model).type == "mps"
 
     def double(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.device.type == "mps":
-            value = value.cpu()
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        if not isinstance(value, Tensor):
+            return value
+        value = value.cpu() if has_none else value
+        return value.double() if value.is_floating_point() else value
 
-    return dataclasses.replace(experiment, batch=pytree.tree_map(double, experiment.batch))
+    batch = pytree.tree_map(double, experiment.batch)
+    return (model.cpu() if has_none else model).double(), dataclasses.replace(experiment, batch=batch)
 
 
 def spacing(number: Tensor) -> float:

@@ -33,7 +33,7 @@ from lowtide.auditing.comparison import (
     relative_errors,
 )
 from lowtide.auditing.dependence import find_dependence
-from lowtide.auditing.precision import doubled, in_double, nudge
+from lowtide.auditing.precision import InDouble, in_double, nudge
 from lowtide.auditing.setups import disable_checkpointing
 from lowtide.auditing.step import Observation, observe
 from lowtide.errors import CannotAuditError
@@ -155,9 +155,8 @@ class Reference:
         """Return the plain model's gradients in double precision, or None if it cannot run in it."""
         if trained not in self._in_double:
             try:
-                twin = doubled(deep_copy(self.model))
-                experiment = in_double(self.experiment)
-                with contextlib.nullcontext() if trained is None else training_only(twin, trained):
+                twin, experiment = in_double(deep_copy(self.model), self.experiment)
+                with InDouble(), contextlib.nullcontext() if trained is None else training_only(twin, trained):
                     self._in_double[trained] = self._observe(twin, experiment).gradients
             except (RuntimeError, ValueError, TypeError):  # an operator without a double kernel, a hard-coded dtype
                 self._in_double[trained] = None
