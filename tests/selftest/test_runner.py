@@ -20,7 +20,7 @@ from lowtide import simdevice
 from lowtide.auditing.grades import Grade
 from lowtide.auditing.result import Verdict
 from lowtide.cli import app
-from lowtide.errors import InvalidValueError
+from lowtide.errors import InvalidValueError, LowtideError
 from lowtide.selftest import StageResult, frees, peers, ranks, read_record, run, runner
 from lowtide.selftest.bench import give_back
 from lowtide.selftest.record import Row
@@ -228,6 +228,19 @@ def test_the_exit_code_is_by_grade(calls, monkeypatch, tmp_path, grade, argument
     row = Row(name="a row", verdict=Verdict.FAIL, grade=Grade(grade), summary="as it should not be")
     monkeypatch.setitem(runner.STAGES, "plans", lambda _: StageResult(name="plans", rows=[row]))
     assert selftest("-o", str(tmp_path / "r.json"), *arguments).exit_code == code
+
+
+@pytest.mark.parametrize(("over", "verdict"), [(True, "inconclusive"), (False, "fail")])
+def test_ranks_that_hang_fail_and_ranks_without_time_prove_nothing(small_bench, monkeypatch, over, verdict):
+    def output_of(*_arguments, timeout, **_settings):
+        assert timeout <= ranks._TIMEOUT
+        if over:
+            small_bench.limits.deadline = time.monotonic() - 1
+        raise LowtideError("no answer within 180 s")
+
+    monkeypatch.setattr(ranks, "output_of", output_of)
+    (row,) = ranks.run(dataclasses.replace(small_bench, ranks=2)).rows
+    assert row.verdict == verdict
 
 
 def test_each_stage_has_its_share_of_the_time(calls, monkeypatch, tmp_path):
