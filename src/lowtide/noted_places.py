@@ -225,7 +225,7 @@ class _Left(_Noted):
 
 class _PlainContainer(_Noted):
     def __init__(self, value: Any) -> None:
-        self._kept = value if type(value) is tuple else value.copy()
+        self._kept: Any = value if type(value) is tuple else value.copy()
 
     def is_same(self, now: Any) -> bool:
         kind = type(self._kept)

@@ -202,7 +202,9 @@ def test_what_was_changed_stays_changed():
     mlp.up_proj, mlp.bias, mlp.added = other, bias, [1]
     mlp.gate_proj.forward = function
     mlp.factors.append(3.0)
+    mlp.scale.mul_(2)
     loss.backward()
+    assert mlp.scale.eq(3).all()
     assert mlp.up_proj is other
     assert mlp.bias is bias
     assert mlp.gate_proj.forward is function
