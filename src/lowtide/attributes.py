@@ -25,6 +25,7 @@ from lowtide._torch import REPLICATE, children_of, forward_hooks_of, have_forwar
 from lowtide.closures import WITH_STATE, is_plain_object
 from lowtide.held_values import CONTAINERS, PLAIN, SIMPLE, are_plain, is_same_plain
 from lowtide.noted_places import FUNCTIONS, NotedPlaces, put_back_afterwards
+from lowtide.weights import is_fsdp1
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -193,6 +194,9 @@ class _Layout(NamedTuple):
     def of(cls, parts: list[nn.Module], *, skip_forward: bool) -> _Layout:
         own = [*map(_attributes_of, parts)]
         kinds = [{name: _kind_of(name, value) for name, value in held.items()} for held in own]
+        for part, found in zip(parts, kinds, strict=True):
+            if _manages_itself(part):
+                found.update({name: None for name, kind in found.items() if kind == "other"})
         if skip_forward and parts:
             kinds[0]["forward"] = None
         names = [[name for name, kind in found.items() if kind == "plain"] for found in kinds]
@@ -216,6 +220,15 @@ class _Layout(NamedTuple):
 
 def _key_of(parts: list[nn.Module], own: list[dict[str, Any]]) -> int:
     return hash((*map(id, parts), *map(len, own)))
+
+
+def _manages_itself(part: nn.Module) -> bool:
+    """Return whether a part's lists and tensors are the state of an engine that gathers and frees weights."""
+    return is_fsdp1(part) or type(part).__module__.partition(".")[0] in (
+        "accelerate",
+        "deepspeed",
+        "transformer_engine",
+    )
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

@@ -103,8 +103,9 @@ class _Search:
     def _function(self, function: types.FunctionType, depth: int) -> None:
         self._places_of(Cells(function), depth)
         defaults = {f"default {number}": value for number, value in enumerate(function.__defaults__ or ())}
-        self._places_of(defaults, depth)
-        self._places_of(function.__kwdefaults__ or {}, depth)
+        for held in (defaults, function.__kwdefaults__ or {}):
+            for name in [name for name, value in held.items() if type(value) not in PLAIN]:
+                self._place(held, name, depth)
         scope = {} if is_of_library(function.__module__) else function.__globals__
         for name in function.__code__.co_names:
             if name in scope and _is_state(scope[name]):

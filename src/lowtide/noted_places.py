@@ -8,7 +8,6 @@ it was replaced, and whoever runs a forward again must refuse it if its contents
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import random
 import types
@@ -65,10 +64,11 @@ class NotedPlaces:
             for held, name, noted in self._noted
         ]
 
-    def drop_changed(self) -> None:
-        """Forget the places that the forward has changed itself: a function counts its calls in its closure."""
+    def settle_function(self) -> None:
+        """Do the same for a function's places, and leave counters and lists to it: it counts its calls in them."""
+        self.settle()
         self._noted = [
-            (held, name, noted) for held, name, noted in self._noted if noted.is_untouched(held.get(name, _MISSING))
+            (held, name, noted) for held, name, noted in self._noted if not noted.is_counter(held.get(name, _MISSING))
         ]
 
     def are_unchanged(self) -> bool:
@@ -151,6 +151,10 @@ class _Noted:
         """Return whether a forward has left it alone, after which its place holds this."""
         return self.is_same(now)
 
+    def is_counter(self, _now: Any) -> bool:
+        """Return whether it is a number or a list that a forward has changed, after which its place holds this."""
+        return False
+
     def value(self) -> Any:
         """Return what the place held, for a forward that may change it."""
         raise NotImplementedError
@@ -193,6 +197,9 @@ class _Plain(_Noted):
     def is_same(self, now: Any) -> bool:
         return is_same_plain(now, self._value)
 
+    def is_counter(self, now: Any) -> bool:
+        return not self.is_same(now)
+
     def value(self) -> Any:
         return self._value
 
@@ -220,14 +227,17 @@ class _Left(_Noted):
 
 class _PlainContainer(_Noted):
     def __init__(self, value: Any) -> None:
-        self._kept = copy.copy(value)
+        self._kept: Any = value if type(value) is tuple else value.copy()
 
     def is_same(self, now: Any) -> bool:
         kind = type(self._kept)
         return type(now) is kind and len(now) == len(self._kept) and are_plain(items_of(now)) and now == self._kept
 
+    def is_counter(self, now: Any) -> bool:
+        return not self.is_same(now)
+
     def value(self) -> Any:
-        return copy.copy(self._kept)
+        return self._kept if type(self._kept) is tuple else self._kept.copy()
 
 
 class _Container(_Noted):
@@ -246,6 +256,11 @@ class _Container(_Noted):
     def is_untouched(self, now: Any) -> bool:
         return self._holds(now) and all(
             item.is_untouched(other) for item, other in zip(self._items, items_of(now), strict=True)
+        )
+
+    def is_counter(self, now: Any) -> bool:
+        return not self._holds(now) or any(
+            item.is_counter(other) for item, other in zip(self._items, items_of(now), strict=True)
         )
 
     def _holds(self, now: Any) -> bool:
@@ -273,13 +288,9 @@ class _SmallTensor(_Noted):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._kept = tensor.clone()
-        self._id, self._version = id(tensor), version_if_any(tensor)
 
     def is_same(self, _now: Any) -> bool:
         return False
-
-    def is_untouched(self, now: Any) -> bool:
-        return id(now) == self._id and version_if_any(now) == self._version
 
     def value(self) -> Any:
         return self._kept.clone()

@@ -202,11 +202,41 @@ def test_what_was_changed_stays_changed():
     mlp.up_proj, mlp.bias, mlp.added = other, bias, [1]
     mlp.gate_proj.forward = function
     mlp.factors.append(3.0)
+    mlp.scale.mul_(2)
     loss.backward()
+    assert mlp.scale.eq(3).all()
     assert mlp.up_proj is other
     assert mlp.bias is bias
     assert mlp.gate_proj.forward is function
     assert (mlp.factors, mlp.added) == ([2.0, 3.0], [1])
+
+
+@every_way
+@pytest.mark.parametrize("change", [None, torch.zeros_like])
+def test_a_forward_that_a_part_had_during_forward_only(way, change):
+    def run(way, change):
+        policy, call = WAYS[way]
+        net = Net(call=call)
+        if policy is not None:
+            lowtide.apply(net, policy)
+        parts = [layer.mlp.up_proj for layer in net.layers]
+        for part in parts:
+            part.forward = lambda t, part=part: nn.functional.linear(t, part.weight) * 2
+        loss = net(torch.linspace(-1, 1, TOKENS * WIDTH).view(1, TOKENS, WIDTH)).square().sum()
+        for part in parts:
+            if change is None:
+                del part.forward
+            else:
+                part.forward = change
+        gc.collect()
+        loss.backward()
+        assert all(vars(part).get("forward") is change for part in parts)
+        return [weight.grad for weight in net.parameters() if weight.grad is not None]
+
+    expected = run("plain", change)
+    assert all(
+        torch.allclose(one, two, rtol=1e-4, atol=1e-6) for one, two in zip(run(way, change), expected, strict=True)
+    )
 
 
 @every_way

@@ -143,6 +143,62 @@ class Flags(nn.Module):
         return out
 
 
+class Mask(nn.Module):
+    """A mask of more than 8 KiB, of which a recompute keeps no copy."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("large", torch.arange(1024 * width).view(-1, width).remainder(3) == 0)
+
+    def forward(self, x):
+        return x.masked_fill(self.large[0], 0.5).tanh()
+
+
+class LargeAttribute(Attribute):
+    """A large tensor in an attribute, which nobody changes in forward."""
+
+    def hold(self, zeros):
+        self.mean = zeros + torch.linspace(0, 1, 4096)[:, None]
+
+    def forward(self, x):
+        return (x * (1 + self.mean[7])).sin()
+
+
+class Settings(nn.Module):
+    """A dictionary of numbers, and a list of tensors, as adapters have them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scaling = {"default": 0.5, "other": 2.0}
+        self.active = ["default"]
+        self.signs = [torch.ones(width)]
+
+    def _apply(self, function, recurse=True):
+        self.signs = [function(sign) for sign in self.signs]
+        return super()._apply(function, recurse)
+
+    def forward(self, x):
+        for name in self.active:
+            x = (x * self.scaling[name] * self.signs[0]).sin()
+        return x
+
+
+class Hidden(nn.Module):
+    """A layer in a list, which is no registered part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts = [nn.Linear(width, width)]
+
+    def _apply(self, function, recurse=True):
+        for part in self.parts:
+            part._apply(function, recurse)
+        return super()._apply(function, recurse)
+
+    def forward(self, x):
+        return self.parts[0](x).tanh()
+
+
 class FirstBatch(nn.Module):
     """Weights that the first batch sets, as Glow's normalisation does."""
 
@@ -215,6 +271,17 @@ class Aux(nn.Module):
         out = (x * self.weight).tanh()
         self.aux = out.square().mean()
         return out
+
+
+class HostGenerators(nn.Module):
+    """Draws from generators of NumPy and Python that it holds."""
+
+    def __init__(self, _width: int) -> None:
+        super().__init__()
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)  # noqa: S311
+
+    def forward(self, x):
+        return (x * (0.5 + self.numpy.random() + self.python.random())).tanh()
 
 
 class OwnGenerator(nn.Module):
@@ -327,5 +394,10 @@ PARTS = {
     "dropout": lambda _: nn.Dropout(0.3),
     "auxiliary loss": Aux,
     "own generator": OwnGenerator,
+    "generators of the host": HostGenerators,
+    "large mask": Mask,
+    "large tensor attribute": LargeAttribute,
+    "settings": Settings,
+    "hidden part": Hidden,
     **{name: lambda _, function=function: Call(function) for name, function in FUNCTIONS.items()},
 }

@@ -113,6 +113,102 @@ def _change_attribute(run):
             module.factor *= 1.1
 
 
+def _held(run, kind):
+    """The attributes of the first region's parts that hold values of a kind: where they are, and by which names."""
+    for module in run.model.regions[0].modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, kind) and not name.startswith("_"):
+                yield module, name, value
+
+
+def _plain_tensors(run):
+    return [found for found in _held(run, torch.Tensor) if found[2].grad_fn is None and not found[2].requires_grad]
+
+
+def _change_tensors(run):
+    for _, _, tensor in _plain_tensors(run):
+        tensor.mul_(1.1)
+
+
+def _replace_tensors(run):
+    for module, name, tensor in _plain_tensors(run):
+        setattr(module, name, tensor * 1.1)
+
+
+def _change_containers(run):
+    for _, name, items in _held(run, list):
+        items.append({"seen": 0.5, "active": "other"}.get(name, items[-1] if items else 0.5))
+    for _, _, entries in _held(run, dict):
+        entries.update({key: value * 1.1 for key, value in entries.items() if isinstance(value, float)})
+
+
+def _replace_containers(run):
+    for module, name, items in _held(run, list):
+        setattr(module, name, items[:-1] if name == "seen" else items[::-1] * 2)
+
+
+def _masks(run):
+    for module in run.model.regions[0].modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.dtype is torch.bool:
+                yield module, name, buffer
+
+
+def _change_masks(run):
+    for _, name, mask in _masks(run):
+        if name == "large":  # a small one is put back, where autograd refuses it
+            mask.logical_not_()
+
+
+def _replace_masks(run):
+    for module, name, mask in _masks(run):
+        setattr(module, name, ~mask)
+
+
+def _activation(run):
+    """A module without weights in the first region: its name, and what holds it."""
+    for module in run.model.regions[0].modules():
+        for name in ("act", "act_fn"):
+            if name in dict(module.named_children()):
+                return module, name
+    return None
+
+
+def _replace_part(run):
+    if (found := _activation(run)) is not None:
+        setattr(*found, nn.Tanh())
+
+
+def _replace_forward(run):
+    if (found := _activation(run)) is not None:
+        getattr(*found).forward = torch.sigmoid
+
+
+def _change_hidden(run):
+    for _, name, parts in _held(run, list):
+        if name == "parts":
+            with torch.no_grad():
+                parts[0].weight.mul_(1.1)
+
+
+def _closure_hook(run):
+    """A hook that is in force during one forward only, and refers to a number that changes afterwards."""
+    factor = [1.2]
+    with run.model.regions[0].mlp.register_forward_hook(lambda _module, _args, out: out * factor[0]):
+        run.forward()
+    factor[0] = 3.0
+
+
+def _hook_of_all(run):
+    """A hook of all modules, in force during one forward only."""
+    hook = lambda module, _args, out: out * 1.2 if isinstance(module, nn.Linear) else None  # noqa: E731
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        run.forward()
+    finally:
+        handle.remove()
+
+
 def _lifted_hook(run):
     """A hook that is in force during one forward only."""
     with run.model.regions[0].mlp.register_forward_hook(lambda _module, _args, out: out * 1.1):
@@ -337,6 +433,17 @@ STEPS = {
     "buffers in place": _change_buffers,
     "buffers replaced": _replace_buffers,
     "attribute changed": _change_attribute,
+    "attribute tensors in place": _change_tensors,
+    "attribute tensors replaced": _replace_tensors,
+    "containers changed": _change_containers,
+    "containers replaced": _replace_containers,
+    "masks in place": _change_masks,
+    "masks replaced": _replace_masks,
+    "part replaced": _replace_part,
+    "part's forward replaced": _replace_forward,
+    "hidden weight in place": _change_hidden,
+    "forward with a closure as a hook": _closure_hook,
+    "forward with a hook of all modules": _hook_of_all,
     "input in place": _change_input,
     "keywords in place": _change_keywords,
     "freeze": lambda run: _freeze(run, requires_grad=False),

@@ -174,7 +174,7 @@ class ForwardState:
             self._attributes.places.settle()
             self._watched = [*self._watched, *self._attributes.places.weights()]
         if self._outside is not None:
-            self._outside.drop_changed()
+            self._outside.settle_function()
             self._watched = [*self._watched, *self._outside.weights()]
 
     def is_as_noted(self) -> bool:

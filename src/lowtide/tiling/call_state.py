@@ -69,7 +69,7 @@ class NotedTile:
             self._attributes.places.settle()
             self._watched += self._attributes.places.weights()
         if self._outside is not None:
-            self._outside.drop_changed()
+            self._outside.settle_function()
             self._watched += self._outside.weights()
 
     @contextlib.contextmanager
