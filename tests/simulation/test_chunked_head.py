@@ -32,7 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"),
 ]
 
-SIZES = {"tokens": 64, "classes": 512}
+SIZES = {"tokens": 256, "classes": 8192}
+"""Of a chunk: so large that the head's backward is where these small models need the most."""
 TINY = transformers.LlamaConfig(
     hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, vocab_size=8000
 )
@@ -54,7 +55,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, _right: torch.Tensor) -
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both heads with small chunks; TRL's with kernels that allocate as little as those of a GPU."""
+    """Both heads with chunks of one size; TRL's with kernels that allocate as little as those of a GPU."""
     utils = pytest.importorskip("trl.trainer.utils", reason="trl is not installed")
     kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="this trl has no chunked head")
     monkeypatch.setattr(chunked_head, "_TOKENS", SIZES["tokens"])
