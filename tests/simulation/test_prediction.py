@@ -85,7 +85,7 @@ def blocks_in_tiles():
             yield pytest.param(family, policy, dtype, lora, marks=() if is_quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("family", "policy", "dtype", "lora"), blocks_in_tiles())
+@pytest.mark.parametrize(("family", "policy", "dtype", "lora"), [*blocks_in_tiles()])
 def test_predicted_peak_of_blocks_in_tiles(family: str, policy: str, dtype: torch.dtype, lora: bool):
     test_predicted_peak_is_that_of_the_profiler(family, policy, dtype, lora)
 
