@@ -85,7 +85,7 @@ def test_the_peak_grows_with_the_tokens_and_no_faster(sim):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("keep", ["", "(keep=attention)"])
 def test_tiles_send_no_more_to_the_host(sim, keep, padded):
-    """What leaves is each region's input, and kept attention of tiles of more than 4 KiB; nothing of K or V."""
+    """What leaves is each region's input, and attention if it is kept (tiles of more than 4 KiB); nothing of K or V."""
     model, batch = attentive.make("llama", dtype=torch.float32).to(DEVICE), attentive.batch("llama", rows=2, length=96)
     if padded:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
