@@ -220,6 +220,14 @@ def test_a_program_that_compiles_is_refused_whatever_it_uses(monkeypatch):
         stepped_for(lambda _layer, x: x, "recompute")
 
 
+def test_a_region_that_calls_a_compiled_function_is_refused_although_no_module_is_compiled(monkeypatch):
+    """What looks for uses lets such a function run uncompiled, and other tensors would be saved than in forward."""
+    monkeypatch.undo()
+    compiled = torch.compile(lambda x: x.sin().cos().tanh().exp(), backend="aot_eager")
+    with pytest.raises(InPlaceError, match="because this program compiles code"):
+        stepped_for(lambda _layer, x: compiled(x), "recompute")
+
+
 class Rarely(Gated):
     """Corrects tokens that are large, and not every tile has one."""
 

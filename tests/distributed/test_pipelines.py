@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import lowtide
 from lowtide import simdevice
@@ -22,7 +24,7 @@ from models.mlps import HIDDEN, Gated
 from support.foreign_warnings import ignore_warnings_of
 from support.launcher import run_ranks, with_backend
 
-pytestmark = ignore_warnings_of("torch")
+pytestmark = ignore_warnings_of("torch", "transformers")
 
 SCHEDULES = {
     "GPipe": ScheduleGPipe,
@@ -112,6 +114,55 @@ def check(per_rank: list[dict]) -> None:
 def test_recompute_and_tiles(ranks):
     """Backward runs the micro-batches in another order than forward, and zero-bubble schedules in two halves."""
     check(run_ranks(train, [*SCHEDULES], "recompute+tile(mlp, tokens=5)", ranks=ranks))
+
+
+class Attending(nn.Module):
+    """A stage of Llama's layers, between hidden states."""
+
+    def __init__(self, layers: list[nn.Module], config: transformers.LlamaConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, hidden):
+        positions = torch.arange(hidden.shape[1])[None]
+        turned = self.rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=turned)
+        return hidden
+
+
+def attending() -> tuple[list[nn.Module], transformers.LlamaConfig]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=40, num_attention_heads=2, num_hidden_layers=4, vocab_size=8
+    )
+    config._attn_implementation = "sdpa"
+    return [LlamaDecoderLayer(config, index).double() for index in range(4)], config
+
+
+def train_attending(rank: int, policy: str) -> dict:
+    """Return the gradients of a rank's layers after 1F1B."""
+    layers, config = attending()
+    part = Attending(layers[2 * rank : 2 * rank + 2], config)
+    applied = lowtide.apply(part, policy)
+    run = Schedule1F1B(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss_of)
+    run.step(*([] if rank else [batch()]), **({"target": batch()} if rank else {}))
+    assert all(tiled.tiles == 8 * tiled.calls > 0 for tiled in applied.report().tiles)
+    named = part.layers.named_parameters()
+    return {f"{int(name[0]) + 2 * rank}{name[1:]}": weight.grad.numpy() for name, weight in named}
+
+
+def test_tiles_of_attention():
+    whole = Attending(*attending())
+    loss_of(whole(batch()), batch()).backward()
+    found = {
+        name: grad
+        for part in run_ranks(train_attending, "recompute+tile(attention, tokens=5)")
+        for name, grad in part.items()
+    }
+    for name, parameter in whole.layers.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(found[name]), parameter.grad, rtol=1e-9, atol=1e-13)
 
 
 def test_offload_to_disk(tmp_path):

@@ -285,7 +285,7 @@ def test_a_backward_outside_of_torchs_context_is_refused():
 RATE = 0.5
 
 
-def with_accelerate(rank: int, policy: str) -> dict:
+def with_accelerate(rank: int, policy: str, directory: str) -> dict:
     """Return the weights after a step of DeepSpeed's engine, on sequences that accelerate's loader spreads."""
     use_cpu()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_WORLD_SIZE="2", ACCELERATE_USE_DEEPSPEED="true")
@@ -304,6 +304,7 @@ def with_accelerate(rank: int, policy: str) -> dict:
     model = split.make().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    policy = policy.replace("disk", f"disk={directory}")
     engine, optimizer, loader = prepare(accelerator, policy, model, optimizer, loader)
     own = {name: value.contiguous() for name, value in next(iter(loader)).items()}
     accelerator.backward(by_weighted_means(engine, own, given))  # DeepSpeed adds up what a sequence's ranks have
@@ -313,18 +314,19 @@ def with_accelerate(rank: int, policy: str) -> dict:
 
 
 @needs_deepspeed
-def test_accelerate():
+@pytest.mark.parametrize("policy", [POLICIES[-1], pytest.param("recompute+offload(disk)", marks=pytest.mark.slow)])
+def test_accelerate(policy, tmp_path):
     whole = split.make().float()
     start = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
     whole(**split.batch(length=LENGTH), use_cache=False).loss.backward()
-    for weights in run_ranks(with_accelerate, POLICIES[-1], timeout=300):
+    for weights in run_ranks(with_accelerate, policy, str(tmp_path), timeout=300):
         for name, weight in whole.named_parameters():
             step = RATE * weight.grad
             error = torch.from_numpy(weights[name]) - (start[name] - step)
             assert error.norm() <= 1e-3 * step.norm() + 1e-7, name
 
 
-def in_accelerates_context(rank: int, policy: str) -> dict:
+def in_accelerates_context(rank: int, policy: str, directory: str) -> dict:
     """Return the gradients of a step under FSDP2 that accelerate prepares with `cp_size`."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_WORLD_SIZE="2")
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
@@ -347,6 +349,7 @@ def in_accelerates_context(rank: int, policy: str) -> dict:
     with mock.patch.object(AcceleratorState, "__init__", start), ring_attention():
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2), fsdp_plugin=plugin)
         model, given = split.make(), batch()
+        policy = policy.replace("disk", f"disk={directory}")
         model, _ = prepare(accelerator, policy, model, torch.optim.SGD(model.parameters(), lr=RATE))
         own = {name: value.clone() for name, value in shifted(given).items()}
         parts = [*own.values()]
@@ -358,8 +361,8 @@ def in_accelerates_context(rank: int, policy: str) -> dict:
     return to_numpy(model)
 
 
-@pytest.mark.parametrize("policy", ["recompute", pytest.param(POLICIES[-1], marks=pytest.mark.slow)])
-def test_accelerate_with_context_parallelism(policy):
+@pytest.mark.parametrize("policy", [POLICIES[-1], pytest.param("recompute+offload(disk)", marks=pytest.mark.slow)])
+def test_accelerate_with_context_parallelism(policy, tmp_path):
     whole = split.make()
     whole(**batch(), use_cache=False).loss.backward()
-    assert_joined(run_ranks(in_accelerates_context, policy), whole, tolerance=split.TOLERANCE)
+    assert_joined(run_ranks(in_accelerates_context, policy, str(tmp_path)), whole, tolerance=split.TOLERANCE)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
+from lowtide.errors import LowtideError
 from models import split
 from models.tiny import transformers
 from support import needs_transformers_5
@@ -25,25 +26,31 @@ POLICIES = [
     "recompute+tile(mlp, tokens=7)",
     "recompute+tile(attention, mlp, tokens=7)",
     "recompute+tile(loss, loss_tokens=7)",
+    "recompute+offload(disk)",
 ]
+WITH_WHOLE_HEAD = POLICIES
+WITH_SPLIT_HEAD = [policy for policy in POLICIES if "loss" not in policy]
 
 
-def check_report(policy: str, report) -> None:
+def check_report(policy: str, report, *, blocks_are_cut: bool = True) -> None:
     assert all(region.recomputes == region.forwards == 1 for region in report.regions)
     cut = {tiled.name for tiled in report.tiles if tiled.tiles > tiled.calls}
     layers = {region.name for region in report.regions}
+    mlps = {f"{name}.mlp" for name in layers}
     expected = {
-        POLICIES[2]: {f"{name}.mlp" for name in layers},
-        POLICIES[3]: {*layers, "model.norm"},
+        POLICIES[2]: mlps,
+        POLICIES[3]: {*(layers if blocks_are_cut else mlps), "model.norm"},
         POLICIES[4]: {"lm_head"},
     }
     assert cut == expected.get(policy, set())
+    assert (report.regions[0].restored_bytes > 0) == ("offload" in policy)  # the last one stays
 
 
-def gradients(model, policy: str, seed: int = 0) -> dict:
-    """Return the whole gradients of a step."""
-    model(**split.batch(seed), use_cache=False).loss.backward()
-    check_report(policy, lowtide.apply(model, policy).report())  # the same handle again
+def gradients(model, policy: str, directory: str = "", seed: int = 0, wrap=lambda model: model, **expected) -> dict:
+    """Return the whole gradients of a step under a policy, which is applied before `wrap` goes around the model."""
+    applied = lowtide.apply(model, policy.replace("disk", f"disk={directory}"))
+    wrap(model)(**split.batch(seed), use_cache=False).loss.backward()
+    check_report(policy, applied.report(), **expected)
     return to_numpy(model)
 
 
@@ -53,43 +60,37 @@ def check(per_rank: list[dict], *seeds: int) -> None:
         assert_joined([found[policy] for found in per_rank], reference, tolerance=split.TOLERANCE)
 
 
-def tensor_parallel(rank: int) -> dict:
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
-    for policy in POLICIES:
-        model = split.split(split.make(), mesh)
-        lowtide.apply(model, policy)
-        found[policy] = gradients(model, policy)
-    return found
+def tensor_parallel(rank: int, directory: str) -> dict:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {policy: gradients(split.split(split.make(), mesh), policy, directory) for policy in WITH_WHOLE_HEAD}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_tensor_parallel(ranks):
-    check(run_ranks(tensor_parallel, ranks=ranks))
+def test_tensor_parallel(ranks, tmp_path):
+    check(run_ranks(tensor_parallel, str(tmp_path), ranks=ranks))
 
 
-def with_fsdp2(rank: int) -> dict:
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), {}
-    for policy in POLICIES:
-        model = split.split(split.make(), mesh["tensor"])
-        lowtide.apply(model, policy)
+def with_fsdp2(rank: int, directory: str) -> dict:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def shard(model):
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh["data"])
-        found[policy] = gradients(model, policy, mesh["data"].get_local_rank())
-    return found
+        return fully_shard(model, mesh=mesh["data"])
+
+    seed = mesh["data"].get_local_rank()
+    models = {policy: split.split(split.make(), mesh["tensor"]) for policy in WITH_WHOLE_HEAD}
+    return {policy: gradients(model, policy, directory, seed, shard) for policy, model in models.items()}
 
 
-def test_fsdp2_and_tensor_parallel():
-    check(run_ranks(with_fsdp2, ranks=4), 0, 1)
+def test_fsdp2_and_tensor_parallel(tmp_path):
+    check(run_ranks(with_fsdp2, str(tmp_path), ranks=4), 0, 1)
 
 
 def sequence_parallel(rank: int) -> dict:
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
-    for policy in ("recompute", POLICIES[2]):
-        model = split.split_sequence(split.make(), mesh)
-        lowtide.apply(model, policy)
-        found[policy] = gradients(model, policy)
-    return found
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    models = {policy: split.split_sequence(split.make(), mesh) for policy in POLICIES[:4]}
+    return {policy: gradients(net, policy, blocks_are_cut=False) for policy, net in models.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -98,15 +99,36 @@ def test_sequence_parallel(ranks):
     check(run_ranks(sequence_parallel, ranks=ranks))
 
 
+REFUSED = {
+    "tile(attention, tokens=7)": r"layers\.0 .* with its attention: its hidden states are a DTensor",
+    "tile(loss)": "'lm_head' is split over ranks",
+    "recompute+offload(disk)": r"expected its saved tensors to be offloaded.*a tensor subclass",
+}
+
+
+def refused_for_parts(rank: int, directory: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for policy, message in REFUSED.items():
+        model = split.split_sequence(split.make(), mesh)
+        lowtide.apply(model, policy.replace("disk", f"disk={directory}"))
+        with pytest.raises(LowtideError, match=message):
+            model(**split.batch(), use_cache=False).loss.backward()
+
+
+def test_what_needs_all_of_a_sequence_or_of_the_head_is_refused(tmp_path):
+    run_ranks(refused_for_parts, str(tmp_path))
+
+
 def planned_by_transformers(rank: int, directory: str) -> dict:
     from transformers.distributed import DistributedConfig
 
-    config, found = DistributedConfig(tp_plan="auto"), {}
-    for policy in POLICIES[:4]:  # its plan splits the head, and tile(loss) is refused
+    config = DistributedConfig(tp_plan="auto")
+
+    def load():
         model = transformers.LlamaForCausalLM.from_pretrained(directory, distributed_config=config, dtype="float64")
-        lowtide.apply(model.train(), policy)
-        found[policy] = gradients(model, policy)
-    return found
+        return model.train()
+
+    return {policy: gradients(load(), policy, directory) for policy in WITH_SPLIT_HEAD}  # its plan splits the head
 
 
 @needs_transformers_5

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
 from lowtide.errors import InvalidValueError, NotTokenWiseError
@@ -226,6 +227,43 @@ def test_recomputed_experts_on_two_ranks():
     ours, plain = (run_ranks(spread, lengths, policy, timeout=60) for policy in ("recompute", "none"))
     for (mine, _), (other, _) in zip(ours, plain, strict=True):
         assert_close(mine, other)
+
+
+WHOLE_MODEL = [
+    "recompute+offload(disk)",
+    "recompute+tile(attention, mlp, tokens=7)",
+    "recompute+tile(loss, loss_tokens=7)",
+]
+
+
+def spread_model(rank: int, policies: list[str], directory: str) -> dict[str, list]:
+    """Return the gradients of a language model with experts on two ranks, under each policy."""
+    found = {}
+    for policy in policies:
+        torch.manual_seed(0)
+        settings = {"vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 40, "num_hidden_layers": 2}
+        net = LlamaForCausalLM(LlamaConfig(**settings, num_attention_heads=2)).double().train()
+        for layer in net.model.layers:
+            layer.mlp = Spread()
+        applied = lowtide.apply(net, policy.replace("disk", f"disk={directory}"))
+        torch.manual_seed(rank)
+        ids = torch.randint(1, 60, (2, 40 if rank else 24))
+        net(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        report = applied.report()
+        cut = {tiled.name for tiled in report.tiles if tiled.tiles > tiled.calls}
+        blocks = {"model.layers.0", "model.layers.1", "model.norm"}
+        assert cut == (blocks if "attention" in policy else {"lm_head"} if "loss" in policy else set())
+        assert policy == "none" or (report.regions[0].restored_bytes > 0) == ("offload" in policy)
+        found[policy] = gradients_of(net)
+    return found
+
+
+def test_a_model_with_experts_on_two_ranks(tmp_path):
+    """Ranks whose sequences have other lengths run as many tiles of a block."""
+    for found in run_ranks(spread_model, ["none", *WHOLE_MODEL], str(tmp_path)):
+        for policy in WHOLE_MODEL:
+            for mine, other in zip(found[policy], found["none"], strict=True):
+                assert abs(mine - other).max() <= 2e-6 * abs(other).max(), policy
 
 
 def refused(rank: int, lengths: tuple) -> None:

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from lowtide.policy import Policy
 
 
+_SPLIT_SEQUENCE = (
+    "its hidden states are a DTensor, of which this rank has a part: attention gathers the sequence anew in each tile"
+)
+
+
 class BlockRuntime:
     """Runs one block in tiles. With `probe=False`, it is taken for fit without a trial."""
 
@@ -73,7 +78,9 @@ class BlockRuntime:
         """Run the block in tiles of tokens if its call is long enough; plainly otherwise."""
         named = _named_arguments(forward, args, kwargs)
         hidden = None if named is None else hidden_states(named)
-        if named is None or hidden is None or is_distributed(hidden) or _reads_cache(module, named):
+        if hidden is not None and is_distributed(hidden):
+            return self._run_uncut(module, forward, args, kwargs, CannotCutError(_SPLIT_SEQUENCE))
+        if named is None or hidden is None or _reads_cache(module, named):
             return self._run_whole(forward, args, kwargs, "its hidden states are not batch, tokens, features")
         tiled = TiledFunction(_BareForward(self._inner, forward), module)
         case = _Case.of(module, named)
@@ -91,9 +98,20 @@ class BlockRuntime:
                 return self._run(tiled, named, hidden, tiles, self._tried[case])
         except CannotCutError as reason:
             self._tried[case] = str(reason)  # the error itself would hold the trial's tensors in its traceback
-            if not self._may_be_left_alone:
-                raise self._refusal(module, reason) from reason
-            return self._run_whole(forward, args, kwargs, str(reason))
+            return self._run_uncut(module, forward, args, kwargs, reason)
+
+    def _run_uncut(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: CannotCutError,
+    ) -> Any:
+        """Run a call whole that cannot be cut, or refuse it if the policy insists on tiles of attention."""
+        if not self._may_be_left_alone:
+            raise self._refusal(module, reason) from reason
+        return self._run_whole(forward, args, kwargs, str(reason))
 
     def _run_whole(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = ""
