@@ -60,6 +60,8 @@ class BlockTrial:
         """Return why the block in tiles is not the whole block, in words; None if it is."""
         try:
             is_same = self._is_same(hooks)
+        except CannotCutError as reason:
+            return str(reason)
         except FAILURES as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
