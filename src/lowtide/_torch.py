@@ -286,7 +286,7 @@ def collectives_so_far() -> dict[Any, int]:
         return found
     for group in torch.distributed.distributed_c10d._world.pg_map:
         with contextlib.suppress(RuntimeError):
-            found[group] = group._get_sequence_number_for_group()
+            found[group] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return found
 
 
