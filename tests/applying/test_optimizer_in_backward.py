@@ -100,6 +100,47 @@ def test_blocks_in_tiles_whose_weights_are_used_in_two_passes(policy, attention,
     assert furthest(transformer_trained(policy, attention, kind), expected) < ROUNDING
 
 
+def lomo(net):
+    """As LOMO does it: a hook on each tensor steps the weights whose gradients are there, the last after backward."""
+
+    def step(gradient=None):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-0.05)
+                    parameter.grad = None
+        return gradient
+
+    for parameter in net.parameters():
+        parameter.register_hook(step)
+    return step
+
+
+def torchs_own(net):
+    """Torch's optimizer that is applied in backward: a hook on what adds up a weight's gradient."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.05})
+    return lambda: None
+
+
+@pytest.mark.parametrize("kind", [lomo, torchs_own])
+@pytest.mark.parametrize("policy", [EXACT[0], EXACT[2], EXACT[-1], *TILED[:2]])
+def test_hooks_of_other_kinds(policy, kind, tmp_path):
+    def trained(policy):
+        net = model()
+        finish = kind(net)
+        if policy is not None:
+            lowtide.apply(net, policy.format(tmp_path))
+        for seed in range(3):
+            net(ids(seed)).backward()
+            finish()
+        return [parameter.detach() for parameter in net.parameters()]
+
+    distance = furthest(trained(policy), trained(None))
+    assert distance == 0 if policy in EXACT else distance < ROUNDING
+
+
 # --- Two backwards --------------------------------------------------------------------------------------------------
 
 

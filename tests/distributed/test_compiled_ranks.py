@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,6 +56,42 @@ def gradients(rank: int, around, when: str) -> dict:
     assert counter.frame_count == expected.frame_count > 0
     assert all(region.recomputes == region.forwards > 0 for region in applied.report().regions)
     return to_numpy(net)
+
+
+def compiled_around(rank: int, policy: str) -> dict:
+    """The gradients of a model whose DDP is compiled: its layers' graphs run in forward, and again in backward."""
+    runs: list[str] = []
+
+    def backend(graph, _inputs):
+        code = str(graph.code)
+
+        def run(*args):
+            runs.append(code)
+            return graph(*args)
+
+        return run
+
+    net = model()
+    net.unused.requires_grad_(False)
+    applied = lowtide.apply(net, policy)
+    ddp = torch.compile(DistributedDataParallel(net), backend=backend)
+    train(ddp, net, rank)
+    runs.clear()
+    net.zero_grad()
+    loss = ddp(batch(rank)).square().mean()
+    forward = len(runs)
+    loss.backward()
+    assert len(runs) - forward >= len(net.layers), "each recompute runs compiled"
+    assert set(runs[forward:]) <= set(runs[:forward])
+    assert all(region.recomputes == region.forwards > 0 for region in applied.report().regions)
+    return to_numpy(net)
+
+
+def test_ddp_that_is_compiled():
+    per_rank = run_ranks(compiled_around, "recompute")
+    reference = model()
+    sum(reference(batch(rank)).square().mean() / 2 for rank in range(2)).backward()
+    assert_joined(per_rank, reference, leave_out=["unused"])
 
 
 def with_a_hook(rank: int, hook: str) -> list[dict]:

@@ -13,10 +13,10 @@ from support.joined import to_numpy
 from support.launcher import run_ranks
 
 
-def trained(rank: int, policy: str) -> dict:
+def trained(rank: int, policy: str, directory: str = "") -> dict:
     net = model()
     if policy != "none":
-        lowtide.apply(net, policy)
+        lowtide.apply(net, policy.replace("disk", f"disk={directory}"))
     mesh = init_device_mesh("cpu", (2,))
     for layer in net.layers[1:]:
         fully_shard(layer, mesh=mesh)
@@ -31,8 +31,8 @@ def trained(rank: int, policy: str) -> dict:
     return to_numpy(net)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "recompute(every=2)"])
-def test_the_weights_are_those_of_plain_fsdp(policy):
-    for ours, plain in zip(run_ranks(trained, policy), run_ranks(trained, "none"), strict=True):
+@pytest.mark.parametrize("policy", ["recompute", "recompute(every=2)", "recompute+offload(disk)"])
+def test_the_weights_are_those_of_plain_fsdp(policy, tmp_path):
+    for ours, plain in zip(run_ranks(trained, policy, str(tmp_path)), run_ranks(trained, "none"), strict=True):
         assert ours.keys() == plain.keys()
         assert all((ours[name] == plain[name]).all() for name in plain)

@@ -221,7 +221,7 @@ def test_a_replaced_attention_of_torch_is_refused_or_left_alone(monkeypatch):
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", replaced_attention)
     with (
         lowtide.apply(model, "recompute+tile(attention, tokens=12)"),
-        pytest.raises(NotTokenWiseError, match="its attention is replaced by one that may reach the tokens of other"),
+        pytest.raises(NotTokenWiseError, match="with its attention: its attention is replaced by one that may reach"),
     ):
         model(**batch)
     with lowtide.apply(model, "recompute+tile(attention, mlp, tokens=12)") as applied:

@@ -192,6 +192,41 @@ class Spread(Gated):
         return Exchange.apply(done, received, sent)[order.argsort()].view(x.shape)
 
 
+@torch.library.custom_op("lowtide_tests::counts", mutates_args=())
+def exchanged_counts(sent: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return received
+
+
+@torch.library.custom_op("lowtide_tests::exchange", mutates_args=())
+def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent)
+    return out
+
+
+def keep_counts(ctx, inputs, output):
+    _, ctx.sent, ctx.received = inputs
+
+
+exchange.register_autograd(
+    lambda ctx, grad: (exchange(grad, ctx.received, ctx.sent), None, None), setup_context=keep_counts
+)
+
+
+class Hidden(Gated):
+    """The same, with all exchanges inside operators of its own, as packages for experts have them."""
+
+    def forward(self, x):
+        flat = x.reshape(-1, HIDDEN)
+        owner = (flat[:, 0] > 0).long()
+        order, sent = owner.argsort(stable=True), owner.bincount(minlength=2)
+        counts = sent.tolist(), exchanged_counts(sent).tolist()
+        done = super().forward(exchange(flat[order], *counts))
+        return exchange(done, *reversed(counts))[order.argsort()].view(x.shape)
+
+
 class Mixing(Spread):
     """Looks at other tokens, on rank 0 only."""
 
@@ -204,8 +239,8 @@ def batch(rank: int, lengths) -> torch.Tensor:
     return tokens(*lengths[rank], seed=10 + rank)
 
 
-def spread(rank: int, lengths: tuple, policy: str) -> tuple[list, int]:
-    net = stack(Spread)
+def spread(rank: int, lengths: tuple, policy: str, kind=Spread) -> tuple[list, int]:
+    net = stack(kind)
     applied = lowtide.apply(net, policy, regions=["*"])
     for _ in range(2):  # the second call is not tried out
         net.zero_grad()
@@ -217,6 +252,15 @@ def spread(rank: int, lengths: tuple, policy: str) -> tuple[list, int]:
 def test_experts_on_two_ranks(lengths):
     """One rank's call may be too short to be cut, or be a lone token: it runs as many tiles as the other one."""
     ours, plain = (run_ranks(spread, lengths, policy, timeout=60) for policy in (TILED, "none"))
+    assert ours[0][1] == ours[1][1] > 2
+    for (mine, _), (other, _) in zip(ours, plain, strict=True):
+        assert_close(mine, other)
+
+
+def test_experts_whose_exchange_is_an_operator_of_its_own():
+    """No dispatch mode sees what is in it. The ranks still run as many tiles as each other."""
+    lengths = ((2, 24), (1, 3))
+    ours, plain = (run_ranks(spread, lengths, *run, timeout=60) for run in ((TILED, Hidden), ("none",)))
     assert ours[0][1] == ours[1][1] > 2
     for (mine, _), (other, _) in zip(ours, plain, strict=True):
         assert_close(mine, other)

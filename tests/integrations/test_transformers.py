@@ -150,3 +150,30 @@ def test_trls_sft_trainer(tmp_path):
     callback = LowtideCallback("recompute")
     assert_same(trained(sft_trainer(callback)), trained(sft_trainer()))
     assert callback.applied.report().regions[0].recomputes == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own look at tensors
+@pytest.mark.parametrize("policy", ["recompute", "recompute+tile(mlp, tokens=16)"])
+def test_a_trainer_that_compiles_its_model(tmp_path, monkeypatch, policy):
+    """The layers run compiled, in forward and again in backward, and the weights are those of plain training."""
+    torch._dynamo.reset()
+    ran = []
+
+    def noting(graph, _inputs):
+        has_attention = "scaled_dot_product_attention" in str(graph.code)
+
+        def run(*args):
+            ran.append(has_attention)
+            return graph(*args)
+
+        return run
+
+    torch._dynamo.lookup_backend("eager")
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "eager", noting)
+    expected = trained(trainer(tmp_path))
+    one = trainer(tmp_path, arguments={"torch_compile": True, "torch_compile_backend": "eager"})
+    attach(one, policy)
+    for ours, weight in zip(trained(one), expected, strict=True):
+        torch.testing.assert_close(ours, weight, rtol=1e-5, atol=1e-6)
+    forwards = 3 * 2 * len(one.model.model.layers)
+    assert sum(ran) == 2 * forwards

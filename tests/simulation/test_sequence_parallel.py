@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
+from unittest import mock
+
 import pytest
+import torch
 import transformers
 
+import lowtide
 from lowtide.errors import InvalidValueError, PlanError
 from lowtide.hardware.accelerators import find_accelerator
 from lowtide.simulation.simulator import Simulator
 from lowtide.targets.job import Job, make_job
 from lowtide.targets.target import find_target
 from support import needs_transformers_5
+from support.foreign_warnings import ignore_warnings_of
+from support.launcher import run_ranks
 
-pytestmark = needs_transformers_5
+pytestmark = [needs_transformers_5, ignore_warnings_of("deepspeed", "torch", "transformers")]
 
 L40S = find_accelerator("L40S")
 TOKENS, HIDDEN, HEADS, KEY_HEADS, WIDTH, LAYERS = 4096, 512, 8, 2, 64, 6
@@ -44,6 +51,53 @@ def test_every_layer_exchanges_queries_keys_values_and_outputs(ranks: int, copie
     backward = traffic["backward all_to_all"]
     assert backward["count"] in (7 * LAYERS, 8 * LAYERS), "the region runs again, up to what backward needs"
     assert backward["bytes"] in (sent + again, 2 * sent)
+
+
+POLICIES = ("none", "recompute", "recompute(keep=attention)")
+
+
+def _real_exchanges(_rank: int) -> dict[str, tuple[int, int]]:
+    """How often a rank calls torch's exchange in a step, and how many bytes of that are for the other rank."""
+    from support.deepspeed_on_sim import use_cpu
+
+    use_cpu()
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    from support.real_steps import train
+
+    deepspeed.init_distributed("gloo")
+    model = transformers.LlamaForCausalLM._from_config(SMALL, attn_implementation="sdpa").train()
+    UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=1
+    )
+    ids, rank = torch.arange(64)[None], torch.distributed.get_rank()
+    own = {name: ids.chunk(2, 1)[rank].contiguous() for name in ("input_ids", "position_ids", "shift_labels")}
+    exchange, found = torch.distributed.all_to_all_single, {}
+    for policy in POLICIES:
+        with lowtide.apply(model, policy), mock.patch.object(torch.distributed, "all_to_all_single") as calls:
+            calls.side_effect = exchange
+            train(model, own | {"labels": own["shift_labels"]})
+        sent = [
+            {**dict(zip(("output", "input"), args, strict=False)), **named}["input"]
+            for args, named in calls.call_args_list
+        ]
+        found[policy] = len(sent), sum(tensor.nbytes // 2 for tensor in sent)
+    return found
+
+
+SMALL = transformers.LlamaConfig(**{**FIELDS, "num_hidden_layers": 2, "vocab_size": 100})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the deepspeed extra is not installed")
+def test_exchanges_are_those_of_deepspeeds_ulysses():
+    for real in run_ranks(_real_exchanges, timeout=300):
+        for policy, exchanged in real.items():
+            traffic = _simulator(SMALL, tokens=64, dtype="fp32", sp=2).estimate(policy, exact=True).traffic
+            parts = [figures for kind, figures in traffic.items() if kind.endswith("all_to_all")]
+            assert exchanged == tuple(sum(part[what] for part in parts) for what in ("count", "bytes")), policy
+        assert [real[policy][0] for policy in POLICIES] == [16, 24, 24]
 
 
 def test_a_rank_holds_its_tokens():

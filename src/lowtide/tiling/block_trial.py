@@ -71,6 +71,8 @@ class BlockTrial:
             is_same = self._is_same(hooks, agree)
         except OddCallError:  # on all ranks
             raise
+        except CannotCutError as reason:
+            return str(reason)
         except FAILURES as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

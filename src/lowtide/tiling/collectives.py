@@ -12,18 +12,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lowtide._torch import TorchDispatchMode, group_of
+from lowtide._torch import TorchDispatchMode, collectives_so_far, group_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Self
 
 
 class CollectiveGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the process groups of all collectives inside, in order."""
+    """Notes the process groups of all collectives inside, in order; last those that only an operator's kernel calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.groups: list[Any] = []
+        self._before: dict[Any, int] = {}
+
+    def __enter__(self) -> Self:
+        self._before = collectives_so_far()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        now = collectives_so_far()
+        hidden = [group for group, count in now.items() if count != self._before.get(group, count)]
+        self.groups += [group for group in hidden if group not in self.groups]
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
