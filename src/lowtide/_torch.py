@@ -181,8 +181,8 @@ def references_to(tensor: torch.Tensor) -> tuple[int, int, int]:
 
     `Tensor._use_count` and `torch._C._storage_Use_Count`, 2.10. Public replacement: none.
     """
-    storage = torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))  # type: ignore[attr-defined]
-    return tensor._use_count(), storage, sys.getrefcount(tensor)
+    storage = torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))
+    return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 
 def is_view(tensor: torch.Tensor) -> bool:
