@@ -375,7 +375,6 @@ LITGPT_RUNS = [
             "head_bias": "true",
         },
         settings=_ON_A100,
-        note="not explained, and so for the other runs with adapters on models of few weights",
     ),
     _lit(79, "Llama 3 8B, LoRA, 512 tokens", _HUB, 19.73, {**_LLAMA_3, "seq": 512, "rank": 32}, settings=_ON_A10G),
     _lit(80, "Llama 2 7B, LoRA, 2 x 512 tokens", _HUB, 19.77, {"seq": 512, "batch": 2, "rank": 32}, settings=_ON_A10G),
@@ -589,6 +588,7 @@ TRANSFORMERS_RUNS = [
         measured="reserved",
         model="Llama-3.2-3B",
         settings={"tokens": 768, "batch_size": 4, "device": "L40S", "keep_output": True, **_FOREACH},
+        note="not explained: its batches are of many lengths, and a plan is of one",
     ),
     Run(
         number=132,
@@ -612,6 +612,7 @@ TRANSFORMERS_RUNS = [
             model=_factory("bert_large", batch=batch),
             policy=policy,
             settings={"dtype": "fp32", "device": "V100-16GB", "keep_output": True, "keep_gradients": True},
+            note="not explained: it is what the driver showed, less what it showed before the run" if batch > 1 else "",
         )
         for number, batch, mib, rate, policy in (
             (88, 4, 14949, 8.86, "none"),

@@ -181,7 +181,7 @@ def references_to(tensor: torch.Tensor) -> tuple[int, int, int]:
 
     `Tensor._use_count` and `torch._C._storage_Use_Count`, 2.10. Public replacement: none.
     """
-    storage = torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))  # type: ignore[attr-defined]
+    storage = torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))
     return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 

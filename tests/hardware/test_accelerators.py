@@ -119,3 +119,17 @@ def test_a_card_that_is_not_in_the_table_is_no_other(name: str, remedy: str):
     with pytest.raises(InvalidValueError, match="not in Lowtide's table") as error:
         match_accelerator(name, 20 * GIB)
     assert remedy in str(error.value)
+
+
+def test_ranks_on_several_machines_share_the_machines_links():
+    card = find_accelerator("A100-80GB")
+    assert card.rate_among(8) == card.network_rate
+    assert card.rate_among(16) == pytest.approx(8 * 25e9 * card.efficiencies.network)
+    assert find_accelerator("L40S").rate_among(16) == find_accelerator("L40S").network_rate, "no machine is known"
+
+
+def test_a_data_sheet_may_name_what_torch_gives_to_products(tmp_path: Path):
+    path = tmp_path / "sheet.json"
+    path.write_text(json.dumps(SHEET | {"blas_workspace": "32MiB", "fabric_gb": 12.5}))
+    card = read_accelerator(path)
+    assert (card.blas_workspace, card.fabric) == (32 * 2**20, 12.5e9)

@@ -22,7 +22,7 @@ def test_the_page_has_the_table_the_line_and_the_reasons():
     plan = make_plan(20 * GIB)
     page = plan.to_html()
     assert "lowtide.apply(model, &#34;recompute; *.0: none&#34;)" in page
-    assert "10.55 GiB too much" in page
+    assert "10.49 GiB too much" in page
     assert "layers.&lt;3&gt;" in page, "names are escaped"
     assert "1 x 4096 tokens, fp32, adamw" in page, "the type of the weights that were planned"
     assert code_for(plan.best) == 'lowtide.apply(model, "recompute; *.0: none")'

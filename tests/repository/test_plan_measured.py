@@ -91,6 +91,10 @@ def test_the_readme_says_what_the_record_says():
     ) in facts, "the first fact"
 
 
+def test_the_documentation_says_what_compiled_runs_held():
+    assert compare.compiled_range() in " ".join((compare.DOCS / "plan.md").read_text().split())
+
+
 def test_a_report_becomes_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
     model, batch = own_model.tiny()

@@ -148,7 +148,8 @@ def test_gradients_and_new_weights_that_ranks_exchange_take_time(engine: str):
     else:
         traffic = 2 * weights
     job = Job(tokens=512, engine=engine, ranks=ranks)
-    waits, hides = (Simulator(_target(LLAMA), job, card).estimate("recompute", exact=True) for card in (slow, L40S))
+    policy = "none" if engine == "zero3" else "recompute"  # which would count each block once more in the distance
+    waits, hides = (Simulator(_target(LLAMA), job, card).estimate(policy, exact=True) for card in (slow, L40S))
     alone = traffic * (1 - 1 / ranks) / slow.network_rate
     assert alone <= waits.seconds <= alone + hides.seconds
     assert waits.peak_bytes == hides.peak_bytes

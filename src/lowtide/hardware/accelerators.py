@@ -22,6 +22,9 @@ from lowtide.spelling import normalize, unknown
 from lowtide.units import parse_bytes
 
 TERA, GIGA = 1e12, 1e9
+
+RANKS_PER_MACHINE = 8
+"""The accelerators of a DGX or HGX machine."""
 KIB, MIB = 2**10, 2**20
 
 
@@ -72,6 +75,11 @@ class Accelerator:
     """Bytes per second to the host, in one direction."""
     network: float
     """Bytes per second to a peer in the same machine, in one direction."""
+    fabric: float | None = None
+    """Bytes per second of one rank's share in its machine's links to other machines, in one direction.
+
+    None where no machine of the maker's says; then ranks on several machines are planned as in one.
+    """
     has_flash: bool = True
     context: int = 500 * MIB
     """Bytes that the driver's context takes in each process, besides the caching allocator's."""
@@ -112,6 +120,16 @@ class Accelerator:
     def network_rate(self) -> float:
         """Return the bytes per second that exchanges with a peer reach."""
         return self.network * self.efficiencies.network
+
+    def rate_among(self, ranks: int) -> float:
+        """Return the bytes per second that exchanges among so many ranks reach, of which eight are in a machine.
+
+        Collectives run over rings that enter each machine once, by all of its links together, so that what a rank
+        gets is the slower of its peers and of the whole machine's links.
+        """
+        if ranks <= RANKS_PER_MACHINE or self.fabric is None:
+            return self.network_rate
+        return min(self.network, self.fabric * RANKS_PER_MACHINE) * self.efficiencies.network
 
     def budgets(self, device: int | str | None, host: int | str | None) -> tuple[int, int]:
         """Return the bytes that a plan may use on the device and on the host, for each rank.
@@ -190,14 +208,19 @@ def read_accelerator(path: Path | str) -> Accelerator:
         "memory": (str, int),
         **dict.fromkeys(_FIGURES, (int, float)),
     }
-    optional: dict[str, tuple[type, ...]] = {"has_flash": (bool,), "source": (str,), "blas_workspace": (str, int)}
+    optional: dict[str, tuple[type, ...]] = {
+        "has_flash": (bool,),
+        "source": (str,),
+        "blas_workspace": (str, int),
+        "fabric_gb": (int, float),
+    }
     for field, kinds in (needed | optional).items():
         if field not in row:
             if field in needed:
                 raise InvalidValueError(f"{path}: {field!r} is missing")
             continue
         value: Any = row[field]
-        if type(value) not in kinds or (field in _FIGURES and value <= 0):
+        if type(value) not in kinds or (field in (*_FIGURES, "fabric_gb") and value <= 0):
             raise InvalidValueError(f"{path}: {field!r} is wrong: {value!r}")
     if unused := sorted(row.keys() - needed.keys() - optional.keys()):
         raise InvalidValueError(
@@ -207,7 +230,11 @@ def read_accelerator(path: Path | str) -> Accelerator:
 
 
 def _from_row(row: dict[str, Any]) -> Accelerator:
-    workspace = {"blas_workspace": parse_bytes(row["blas_workspace"])} if "blas_workspace" in row else {}
+    optional: dict[str, Any] = {}
+    if "blas_workspace" in row:
+        optional["blas_workspace"] = parse_bytes(row["blas_workspace"])
+    if "fabric_gb" in row:
+        optional["fabric"] = row["fabric_gb"] * GIGA
     return Accelerator(
         name=row["name"],
         memory=parse_bytes(row["memory"]),
@@ -219,7 +246,7 @@ def _from_row(row: dict[str, Any]) -> Accelerator:
         has_flash=row.get("has_flash", True),
         source=row["source"],
         efficiencies=Efficiencies(**row.get("efficiencies", {})),
-        **workspace,
+        **optional,
     )
 
 

@@ -204,10 +204,12 @@ def _references_of_a_sum() -> tuple[int, int, int]:
     Outside of dispatch modes the engine adds in place then; inside one it never does.
     Source: `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp.
     """
-    with no_dispatch_modes(), torch.enable_grad(), _SumOfGradients() as mode:
+    mode = _SumOfGradients()  # type: ignore[no-untyped-call]
+    with no_dispatch_modes(), torch.enable_grad(), mode:
         weight = torch.ones(2, device="meta", requires_grad=True)
-        (weight * 2 + weight * 3).backward(torch.ones(2, device="meta"))
-    return mode.found
+        torch.autograd.backward(weight * 2 + weight * 3, torch.ones(2, device="meta"))
+    found: tuple[int, int, int] = mode.found
+    return found
 
 
 class _SumOfGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]

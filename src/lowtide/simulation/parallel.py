@@ -51,7 +51,7 @@ class Parallel:
         self._model = model
         self._job = job
         self._ledger = ledger
-        self._network = accelerator.network_rate if accelerator else math.inf
+        self._network = accelerator.rate_among(job.ranks) if accelerator else math.inf
         self._traffic = Stream(ledger.clock)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         regions = find_regions(model)

@@ -141,14 +141,14 @@ class Zero3(Parallel):
         self._bucket.append(parameter)
         if parameter.numel() <= size:
             self._ledger.charge_copy(2 * parameter.grad.nbytes)
-            super()._reduce([parameter])  # whose time is counted now, and its memory given back
+            self._reduce([parameter])  # whose time is counted now, and its memory given back
 
     def _flush(self) -> None:
         if len(self._bucket) > 1:
             nbytes = sum(parameter.nbytes for parameter in self._bucket)
             self._ledger.hold(nbytes, "communication")()
             self._ledger.charge_copy(2 * nbytes)
-        super()._reduce(self._bucket)
+        self._reduce(self._bucket)
         self._bucket = []
 
     def step_optimizer(self, optimizers: Optimizers) -> None:
