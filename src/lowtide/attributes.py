@@ -145,7 +145,7 @@ class NotedAttributes:
     def _added(self) -> Iterator[Place]:
         """Yield the attributes that were not there, but for objects, of which nobody knows what they are."""
         for held, known in zip(map(vars, self._parts), self._layout.known, strict=True):
-            for name in held.keys() - known:
+            for name in () if known is None else held.keys() - known:
                 if _kind_of(name, held[name]) is not None or name == "forward":
                     yield held, name
 
@@ -187,15 +187,16 @@ class _Layout(NamedTuple):
     """Parts by number, and the names of attributes that hold more than a plain value."""
     children: list[dict[str, bool]]
     """The names of the parts that each part has, and whether there was one."""
-    known: list[frozenset[str]]
-    """The names of all attributes of each part."""
+    known: list[frozenset[str] | None]
+    """The names of all attributes of each part; None for one whose attributes come and go."""
 
     @classmethod
     def of(cls, parts: list[nn.Module], *, skip_forward: bool) -> _Layout:
         own = [*map(_attributes_of, parts)]
         kinds = [{name: _kind_of(name, value) for name, value in held.items()} for held in own]
+        managed = {inner for part in parts if _is_managed(part) for inner in part.modules()}
         for part, found in zip(parts, kinds, strict=True):
-            if _manages_itself(part):
+            if part in managed:
                 found.update({name: None for name, kind in found.items() if kind == "other"})
         if skip_forward and parts:
             kinds[0]["forward"] = None
@@ -206,7 +207,7 @@ class _Layout(NamedTuple):
             [_getter(found) for found in names],
             [(index, name) for index, found in enumerate(kinds) for name, kind in found.items() if kind == "other"],
             [{name: child is not None for name, child in children_of(part).items()} for part in parts],
-            [frozenset(held) for held in own],
+            [None if part in managed else frozenset(held) for part, held in zip(parts, own, strict=True)],
         )
 
     def values_in(self, own: list[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
@@ -222,8 +223,8 @@ def _key_of(parts: list[nn.Module], own: list[dict[str, Any]]) -> int:
     return hash((*map(id, parts), *map(len, own)))
 
 
-def _manages_itself(part: nn.Module) -> bool:
-    """Return whether a part's lists and tensors are the state of an engine that gathers and frees weights."""
+def _is_managed(part: nn.Module) -> bool:
+    """Return whether lists and tensors in a part are the state of an engine that gathers and frees weights."""
     return is_fsdp1(part) or type(part).__module__.partition(".")[0] in (
         "accelerate",
         "deepspeed",
