@@ -255,7 +255,7 @@ class _Container(_Noted):
 
     def is_untouched(self, now: Any) -> bool:
         return self._holds(now) and all(
-            item.is_untouched(other) for item, other in zip(self._items, items_of(now), strict=True)
+            item.is_light or item.is_untouched(other) for item, other in zip(self._items, items_of(now), strict=True)
         )
 
     def is_counter(self, now: Any) -> bool:

@@ -79,16 +79,18 @@ def test_predicted_peak_is_that_of_the_profiler(family: str, policy: str, dtype:
 
 
 def blocks_in_tiles():
-    """Yield cases; not those where the CPU's kernels take more in bfloat16 than a plan knows, and nothing hides it."""
+    """Yield cases: few of them quick."""
     for family, policy, dtype, lora in itertools.product(("llama", "qwen3"), BLOCKS, DTYPES, (False, True)):
-        if not (lora and dtype is torch.bfloat16 and "loss_tokens" in policy):
-            is_quick = family == "llama" and lora == (dtype is torch.float32)
-            yield pytest.param(family, policy, dtype, lora, marks=() if is_quick else pytest.mark.slow)
+        is_quick = family == "llama" and lora and "loss_tokens" in policy
+        yield pytest.param(family, policy, dtype, lora, marks=() if is_quick else pytest.mark.slow)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # switching oneDNN off says so
 @pytest.mark.parametrize(("family", "policy", "dtype", "lora"), [*blocks_in_tiles()])
 def test_predicted_peak_of_blocks_in_tiles(family: str, policy: str, dtype: torch.dtype, lora: bool):
-    test_predicted_peak_is_that_of_the_profiler(family, policy, dtype, lora)
+    """Without oneDNN, whose products in bfloat16 pack the head's weight: those bytes, no plan for a GPU has."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        test_predicted_peak_is_that_of_the_profiler(family, policy, dtype, lora)
 
 
 @pytest.mark.parametrize(
