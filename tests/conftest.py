@@ -12,6 +12,7 @@ from support.devices import DEVICE, IS_EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 torch.set_num_threads(1)
 
@@ -87,3 +88,10 @@ def sim() -> Iterator[str]:
     left = simdevice.violations()
     simdevice.reset()
     assert not left, "\n".join(map(str, left))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Plans in a cache of their own."""
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    return tmp_path / "plans"

@@ -159,7 +159,7 @@ def test_a_4_bit_base_that_peft_prepared(config: str):
 
 
 def test_a_budget_below_the_weights_is_refused_before_anything_is_simulated(config: str):
-    result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "650MiB", "--no-cache", "--format", "json")
+    result = run(config, "--tokens", "4k", "--device", "L40S", "--budget", "580MiB", "--no-cache", "--format", "json")
     data = json.loads(result.stdout)
     assert result.exit_code == 1
     assert not data["candidates"]

@@ -149,7 +149,7 @@ class TestTheServedPageInABrowser:
         assert {0, 1, 2} >= set(answer["seen"]) >= {1, 2}, "the first row was there before the last"
         assert answer["status"].startswith("tiny, full fine-tuning, 1 x 4096 tokens")
         assert len(answer["rows"]) == 2
-        assert "30.55 GiB" in answer["rows"][0]
+        assert "30.49 GiB" in answer["rows"][0]
         assert answer["paste"] == ['copylowtide.apply(model, "none")'], "judged for the memory of the slider"
         assert answer["areas"] == 2
         assert set(answer["loaded"]) == {address.split("/")[2]}, "nothing comes from elsewhere"

@@ -260,6 +260,7 @@ def emulated_sheet() -> Accelerator:
         link=EMULATED["h2d"],
         network=EMULATED["h2d"],
         source="docs/emulated-device.md",
+        blas_workspace=0,  # its kernels are the CPU's
         efficiencies=Efficiencies(matmul=1, attention=1, attention_backward=1, memory=1, link=1),
     )
 

@@ -114,6 +114,7 @@ def sheets(bench: Bench, rates: Measured) -> tuple[Accelerator | None, Accelerat
         link=rates.link,
         network=rates.link,
         has_flash=bench.has_flash,
+        blas_workspace=0,  # cuBLAS' is on NVIDIA's devices, which have data sheets
     )
     return None, dataclasses.replace(measured, efficiencies=rates.shares_of(measured))
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lowtide._torch import no_dispatch_modes, version_of, without_parametrize_cache
-from lowtide.errors import NotTokenWiseError
+from lowtide.errors import CannotCutError, NotTokenWiseError
 from lowtide.randomness import RandomState
 from lowtide.tensor_tree import flatten
 from lowtide.tiling.collectives import CollectiveGroups, largest_in
@@ -175,6 +175,8 @@ class _Experiment:
         """Return why the module cannot be tiled, in words; None if it can."""
         try:
             faults = [self._find_company(), self._find_place(), self._find_remains()]
+        except CannotCutError as reason:
+            return str(reason)
         except FAILURES as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
