@@ -191,7 +191,8 @@ def test_large_contents_that_change_are_refused(way, case):
 
 @every_way
 @pytest.mark.parametrize("name", ["mask", "table", "large"])
-def test_large_contents_may_change_if_nobody_uses_them(way, name):
+def test_large_contents_may_change_if_nobody_uses_them(way, name, monkeypatch):
+    monkeypatch.setattr("torch._dynamo.convert_frame.FRAME_COUNTER", 0)  # as if no test before had compiled anything
     assert_as_in_forward(way, "scale", lambda mlp: getattr(mlp, name).fill_(0))
 
 
