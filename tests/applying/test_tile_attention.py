@@ -479,17 +479,22 @@ def test_a_shared_position_bias_is_refused_by_name_or_left_alone():
         assert "left alone: " in str(applied.report())
 
 
+def tensors_alive():
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+
+
 def test_a_block_that_is_left_alone_holds_nothing_of_its_trial():
     """The error that ended the trial has the trial's frames in its traceback, and they have its tensors."""
     model = t5().train()
     batch = attentive.batch("t5")
     width = next(model.parameters()).shape[1]
+    others = tensors_alive()  # of this process's other tests; held, so that no new tensor has the identity of one
     with lowtide.apply(model, "recompute+tile(attention, mlp, tokens=12)") as applied:
         model(**batch).loss.backward()
         model.zero_grad()
         gc.collect()
-        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch.values())}
-        held = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in known]
+        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch.values(), *others)}
+        held = [each for each in tensors_alive() if id(each) not in known]
         assert not [tuple(each.shape) for each in held if each.dim() == 3 and each.shape[-1] == width]
         assert all(tiles.left_alone for tiles in blocks_of(applied))
 
