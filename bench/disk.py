@@ -275,7 +275,7 @@ def main() -> None:
 
 
 def again(output: Path, tokens: int) -> dict:
-    """The stored result, parts of which are measured again; an empty one if there is none for so many tokens."""
+    """Return the stored result, to measure parts of it again; an empty one if there is none for so many tokens."""
     stored = json.loads(output.read_text()) if output.exists() else {}
     return stored if stored.get("tokens") == tokens else {"tokens": tokens, "steps": {}, "load": {}}
 

@@ -487,7 +487,8 @@ FSDP1_MARK = "_fsdp_flattened"
 def is_attention_replaced() -> bool:
     """Return whether `torch.nn.functional.scaled_dot_product_attention` is somebody's, as in context parallelism.
 
-    That of a simulation is ours. `torch._C._nn.scaled_dot_product_attention`, 2.10. Public replacement: none.
+    A simulation replaces it with ours, which does not count.
+    `torch._C._nn.scaled_dot_product_attention`, 2.10. Public replacement: none.
     """
     function = nn.functional.scaled_dot_product_attention
     is_ours = (getattr(function, "__module__", None) or "").startswith("lowtide.")

@@ -40,7 +40,7 @@ _MISSING = object()
 
 
 class AttributeHabits:
-    """Which attributes the parts of a region have, of which kinds. It is looked up again when their number changes."""
+    """Knows which attributes the parts of a region have, and their kinds. It looks again when their number changes."""
 
     def __init__(self) -> None:
         self._layout = _Layout.of([], skip_forward=False)
@@ -143,7 +143,7 @@ class NotedAttributes:
             yield
 
     def _added(self) -> Iterator[Place]:
-        """Yield the attributes that were not there, but for objects, of which nobody knows what they are."""
+        """Yield the attributes that were not there. Objects of unknown kinds are left alone."""
         for held, known in zip(map(vars, self._parts), self._layout.known, strict=True):
             for name in () if known is None else held.keys() - known:
                 if _kind_of(name, held[name]) is not None or name == "forward":

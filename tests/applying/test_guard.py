@@ -283,11 +283,13 @@ def test_a_block_that_is_replaced_by_a_copy_in_a_later_step_is_told_once(x):
 def test_copies_that_stand_elsewhere_or_come_after_the_policy_are_no_alarm(x):
     applied = lowtide.apply(model := Stack(), "recompute")
     copy.deepcopy(model)(x)[-1].sum().backward()  # a model of its own, as for a moving average
-    reference = copy.deepcopy(model.layers[0])
+    reference, spare = (copy.deepcopy(model.layers[0]) for _ in range(2))
     reference(x).sum().backward()
+    assert [region.forwards for region in applied.report().regions] == [0] * 3, "copies run plainly, without a word"
     applied.remove()
-    model.layers[1] = copy.deepcopy(reference)
+    model.layers[1] = spare
     model(x)[-1].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.layers[1].parameters())
 
 
 @needs_zoo

@@ -224,7 +224,7 @@ class Guard:
     def _findings_about_small(self, regions: list[WatchedRegion]) -> list[str]:
         """Note regions that have nothing to offload, and object only if that is all there is to the policy's offload.
 
-        No warning: a small tower beside a large model is no fault, and the report names it, too.
+        It does not warn: a small tower beside a large model is not a fault, and the report names it, too.
         """
         others = [region for region in self.regions if region.policy.offload and region not in regions]
         if any(region.ledger.movable_bytes or not region.ledger.forwards for region in others):

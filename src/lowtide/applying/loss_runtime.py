@@ -84,7 +84,7 @@ class HeadRuntime:
         return DeferredLogits(hidden, count_classes(head), dtype, make_loss, forward)
 
     def _refuse_tensor_parallel(self, head: nn.Module, hidden: torch.Tensor) -> None:
-        """Refuse a head of which each rank has a part. (What FSDP2 shards is gathered by now.)"""
+        """Refuse a head that is split over ranks. (What FSDP2 shards is gathered by now.)"""
         if any(map(is_distributed, [hidden, *head.parameters()])):
             raise InvalidValueError(
                 f"tile(loss): the head {self._ledger.name!r} is split over ranks by tensor parallelism, and a rank's "

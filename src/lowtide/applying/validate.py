@@ -42,7 +42,7 @@ class InstalledRegion(NamedTuple):
 
 
 class TiledBlock(NamedTuple):
-    """A region that runs in tiles as a whole, attention included, and the policy that says of which size."""
+    """Pairs a region that runs in tiles as a whole, attention included, with the policy that gives their size."""
 
     region: Region
     policy: Policy
@@ -56,7 +56,7 @@ class TiledNorm(NamedTuple):
 
 
 class TiledMLP(NamedTuple):
-    """An MLP or a mixture of experts that runs in tiles, and the policy that says of which size."""
+    """Pairs an MLP or a mixture of experts that runs in tiles with the policy that gives their size."""
 
     mlp: MLP
     policy: Policy
@@ -211,7 +211,7 @@ def _check_fused_head(head: Head, policy: Policy) -> None:
 
 
 def refuse_tiled_loss(policy: Policy, reason: str) -> NoReturn:
-    """Raise: for this reason there are no logits of which tiles could be made. Name the policy to use instead."""
+    """Refuse tile(loss) for a reason why no logits can be cut into tiles, and name the policy to use instead."""
     parts = tuple(part for part in policy.tile if part != "loss") or ("mlp",)
     instead = dataclasses.replace(policy, tile=parts, loss_tokens=None).describe()
     raise NoRegionError(
